@@ -1,0 +1,1 @@
+"""Reference JAX/XLA implementation of DeepInfer for DeepSeek-V4.1."""
