@@ -7,6 +7,7 @@ the release that cannot change the result are listed in `_INERT`; any other unkn
 import dataclasses
 import difflib
 import json
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,16 +89,12 @@ class LayerPlan:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Layers of equal kind have equal parameters and equal code, so they can be scanned."""
-        return (
-            self.ratio,
-            self.kv_source if not self.owns_kv else None,
-            self.owns_kv,
-            self.owns_index,
-            self.writes_candidates,
-            self.uses_candidates,
-            self.engram is not None,
-        )
+        """Neighbours of equal kind have equal parameters and equal code, so they can be scanned.
+
+        A layer that owns a compressor, an indexer or an Engram table is alone in its kind.
+        """
+        alone = self.owns_kv or self.owns_index or self.engram is not None
+        return (self.ratio, self.kv_source, self.index_source, self.layer if alone else None)
 
 
 @dataclass(frozen=True)
@@ -163,13 +160,24 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any], *, allow_unknown: bool = False) -> "ModelConfig":
         """Parse a `config.json` object; `text_config` keys may also stand on the top level.
 
-        Raises ConfigError for a missing, unknown (unless `allow_unknown`) or contradictory key.
+        Raises ConfigError for a missing, unknown (unless `allow_unknown`) or contradictory key, and
+        for a value of another type.
         """
+        _mapping("The model config", raw)
         flat = {k: v for k, v in raw.items() if k != "text_config"}
-        flat |= raw.get("text_config", {})
+        flat |= _mapping("text_config", raw.get("text_config", {}))
         flat["model_type"] = raw.get("model_type", flat.get("model_type"))
         _check_family(flat)
-        fields = {f.name: f for f in dataclasses.fields(cls)}
+        # `vision` is written as vision_config.
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.name != "vision"}
+        both = {k: (raw[k], flat[k]) for k in fields if k in raw and raw[k] != flat[k]}
+        for key, (outer, inner) in both.items():
+            raise ConfigError(
+                f"The model config sets {key} to {outer!r} on the top level and to {inner!r} in "
+                f"text_config.",
+                "Either could be meant, and the network differs.",
+                f"Remove one of them, or make {key} equal in both.",
+            )
         unknown = sorted(set(flat) - set(fields) - _INERT)
         if unknown and not allow_unknown:
             near = difflib.get_close_matches(unknown[0], fields, 1) or ["a key of the release"]
@@ -178,16 +186,14 @@ class ModelConfig:
                 "A key that is ignored could change the network without a trace.",
                 f"Remove it, correct it (nearest: {near[0]}), or set model.allow_unknown=true.",
             )
-        values = {k: flat[k] for k in fields if k in flat}
+        values: dict[str, Any] = {k: flat[k] for k in fields if k in flat}
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        scaling = flat.get("rope_scaling") or flat.get("rope_parameters")
+        scaling = flat.get("rope_scaling")
+        scaling = flat.get("rope_parameters") if scaling is None else scaling
         values["rope_scaling"] = _parse_rope_scaling(scaling)
         values.setdefault("candidate_source_layer_id", None)
         if raw.get("vision_config"):
-            names = {f.name for f in dataclasses.fields(VisionConfig)}
-            values["vision"] = VisionConfig(
-                **{k: v for k, v in raw["vision_config"].items() if k in names}
-            )
+            values["vision"] = _parse_vision(raw["vision_config"])
         required = {
             n
             for n, f in fields.items()
@@ -200,6 +206,7 @@ class ModelConfig:
                 "Every number of the network comes from its config; none is assumed.",
                 "Add them to config.json, under text_config or on the top level.",
             )
+        _check_types(cls, values)
         config = cls(**values)
         config._check()
         return config
@@ -229,6 +236,18 @@ class ModelConfig:
         ids, n = self.kv_source_layer_ids, self.num_hidden_layers
         problems = []
         stages = self.num_nextn_predict_layers
+        named = {
+            "kv_source_layer_ids": ids,
+            "index_source_layer_ids": self.index_source_layer_ids,
+            "engram_layer_ids": self.engram_layer_ids,
+            "dspark_target_layer_ids": self.dspark_target_layer_ids,
+        }
+        for name, listed in named.items():
+            if list(listed) != sorted({i for i in listed if 0 <= i < n}):
+                problems.append(f"{name} {list(listed)} are not ascending layers below {n}")
+        candidate = self.candidate_source_layer_id
+        if candidate is not None and candidate not in self.index_source_layer_ids:
+            problems.append(f"the candidate source {candidate} is no index source")
         if len(self.compress_ratios) not in (n, n + stages):
             problems.append(
                 f"compress_ratios has {len(self.compress_ratios)} entries for {n} + {stages} layers"
@@ -327,9 +346,69 @@ def _check_family(flat: Mapping[str, Any]) -> None:
             )
 
 
-def _parse_rope_scaling(raw: Mapping[str, Any] | None) -> RopeScaling | None:
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name} is {value!r}, of type {type(value).__name__}.",
+            "It holds the numbers of the network by name.",
+            "Give an object with keys and values.",
+        )
+    return value
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Whether `value` has the annotated type; an integer also serves as a float, a bool never."""
+    if isinstance(value, bool):
+        return wanted is bool
+    parts = typing.get_args(wanted)
+    if typing.get_origin(wanted) is tuple:
+        return isinstance(value, tuple) and all(_is(item, parts[0]) for item in value)
+    if parts:
+        return any(_is(value, part) for part in parts)
+    return isinstance(value, int | float if wanted is float else wanted)
+
+
+def _spelled(wanted: Any) -> str:
+    parts = typing.get_args(wanted)
+    if typing.get_origin(wanted) is tuple:
+        return "a list of integers"
+    if parts:
+        return " or ".join(_spelled(part) for part in parts)
+    return {int: "an integer", float: "a number"}.get(wanted, "null")
+
+
+def _check_types(cls: type, values: Mapping[str, Any], table: str = "") -> None:
+    """Refuse a value of another type than the field's; a text would fail far from here."""
+    for name, wanted in typing.get_type_hints(cls).items():
+        if name in values and not _is(values[name], wanted):
+            value = values[name]
+            raise ConfigError(
+                f"The model config sets {table}{name} to {value!r}, of type "
+                f"{type(value).__name__}.",
+                f"It must be {_spelled(wanted)}; nothing is converted.",
+                f"Correct {table}{name} in config.json.",
+            )
+
+
+def _parse_vision(raw: Any) -> VisionConfig:
+    fields = dataclasses.fields(VisionConfig)
+    given = _mapping("vision_config", raw)
+    missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in given]
+    if missing:
+        raise ConfigError(
+            f"vision_config lacks {len(missing)} keys: {', '.join(missing)}.",
+            "Every number of the network comes from its config; none is assumed.",
+            "Add them to vision_config, or remove it as a whole.",
+        )
+    values = {f.name: given[f.name] for f in fields if f.name in given}
+    _check_types(VisionConfig, values, "vision_config.")
+    return VisionConfig(**values)
+
+
+def _parse_rope_scaling(raw: Any) -> RopeScaling | None:
     if raw is None:
         return None
+    _mapping("rope_scaling", raw)
     kind = raw.get("rope_type", raw.get("type", "yarn"))
     if kind == "default":
         return None
@@ -347,4 +426,6 @@ def _parse_rope_scaling(raw: Mapping[str, Any] | None) -> RopeScaling | None:
             "The YaRN table needs all four numbers.",
             "Add them to config.json.",
         )
-    return RopeScaling(**{n: raw[n] for n in names})
+    values = {n: raw[n] for n in names}
+    _check_types(RopeScaling, values, "rope_scaling.")
+    return RopeScaling(**values)

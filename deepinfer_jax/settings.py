@@ -1,0 +1,383 @@
+"""What one engine was asked for: TOML files, overrides and the environment, resolved with sources.
+
+Precedence: explicit argument > `--set` > environment > config file > default.
+"""
+
+import copy
+import dataclasses
+import difflib
+import hashlib
+import importlib.resources
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.env import Env
+from deepinfer_jax.errors import CheckpointError, ConfigError
+
+AUTO = "auto"
+_TABLES = ("engine", "model")
+_KERNELS = "kernels."
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "arithmetic": ("f32", "f32qdq", "release"),
+    "weights": ("dequantized", "packed"),
+    "engram": ("device", "host", "mmap"),
+    "sampler": ("stable", "original"),
+    "logprobs_mode": ("raw", "processed"),
+}
+_COUNTS = frozenset({"max_model_len", "max_num_seqs", "prefill_chunk"})
+# These fields take "auto" in a file or in --set, which leaves the choice to the engine.
+_OPTIONAL = frozenset({"arithmetic", "max_model_len", "compile_cache_dir"})
+# Where compiled programs are kept cannot change a result and differs between machines.
+_OUTSIDE_DIGEST = frozenset({"compile_cache_dir"})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one engine runs a network; hashable.
+
+    Attributes:
+        model: a packaged model's name or a model folder; the config's name when that config
+            describes a network itself.
+        arithmetic: "f32", "f32qdq" (F32 with the release's rounding points) or "release"; None
+            means f32 on CPU and release elsewhere.
+        weights: "dequantized" on load, or kept "packed" in the stored formats.
+        engram: where the Engram tables lie: "device" memory, "host" memory or a file ("mmap").
+        max_model_len: longest prompt plus output in tokens; None means the model's limit.
+        max_num_seqs: sequences that run at the same time.
+        prefill_chunk: prompt rows of one step.
+        sampler: "stable" draws or the "original" engine's.
+        logprobs_mode: "raw" (temperature 1, unfiltered) or "processed".
+        batch_invariant: the bits of a row never depend on the other rows of its batch.
+        kernels: (op, kernel name) pairs sorted by op; such a kernel is used or refused.
+        compile_cache_dir: folder that keeps compiled programs, or None.
+    """
+
+    model: str = "nano"
+    arithmetic: str | None = None
+    weights: str = "dequantized"
+    engram: str = "device"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    prefill_chunk: int = 512
+    sampler: str = "stable"
+    logprobs_mode: str = "raw"
+    batch_invariant: bool = False
+    kernels: tuple[tuple[str, str], ...] = ()
+    compile_cache_dir: str | None = None
+
+    def arithmetic_on(self, device_kind: str) -> str:
+        """The arithmetic used on a device kind: as asked, else f32 on "cpu", release elsewhere."""
+        return self.arithmetic or ("f32" if device_kind == "cpu" else "release")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A resolved engine: its config, its network or model folder, and who set what.
+
+    Attributes:
+        engine: the engine's fields.
+        network: the network that the config file itself describes; None means a stored model.
+        allow_unknown: whether unknown keys of the folder's config.json are ignored.
+        sources: (key, value, source) of every engine field and every overridden model key.
+    """
+
+    engine: EngineConfig
+    network: ModelConfig | None
+    allow_unknown: bool
+    sources: tuple[tuple[str, Any, str], ...]
+
+    @property
+    def folder(self) -> Path | None:
+        """The stored model's folder, None without one; CheckpointError when it does not exist."""
+        return None if self.network is not None else model_folder(self.engine.model)
+
+    def model_config(self) -> ModelConfig:
+        """The network's config, read from the model folder if the file did not describe it."""
+        if self.network is not None:
+            return self.network
+        folder = model_folder(self.engine.model)
+        return ModelConfig.from_file(folder, allow_unknown=self.allow_unknown)
+
+    def canonical_json(self) -> str:
+        """The resolved config without spaces and with sorted keys; equal configs, equal text."""
+        engine = {
+            k: v for k, v in dataclasses.asdict(self.engine).items() if k not in _OUTSIDE_DIGEST
+        }
+        content = {"engine": engine, "model": self.model_config().digest_dict()}
+        return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    def digest(self) -> str:
+        """SHA-256 of `canonical_json`, in hexadecimal."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+
+
+def package_folder(name: str) -> Path:
+    """The folder of packaged data `name` ("models", "configs").
+
+    An installed wheel carries both inside the package; in a source tree `configs` lies beside it.
+    """
+    package = Path(str(importlib.resources.files("deepinfer_jax")))
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
+
+
+def config_names() -> tuple[str, ...]:
+    """Names of the packaged configs."""
+    return tuple(sorted(path.stem for path in package_folder("configs").glob("*.toml")))
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a packaged model's name, or `model` itself as a path.
+
+    Raises CheckpointError when there is no such folder with a config.json.
+    """
+    packaged = package_folder("models") / model
+    for folder in (packaged, Path(model).expanduser()):
+        if (folder / "config.json").is_file():
+            return folder
+    names = sorted(path.parent.name for path in package_folder("models").glob("*/config.json"))
+    raise CheckpointError(
+        f"There is no model {model!r}: neither a packaged model nor a folder with a config.json.",
+        f"The packaged models are: {', '.join(names) or 'none'}.",
+        "Name one of them, or set DEEPINFER_HF_MODEL_DIR or engine.model to a model folder.",
+    )
+
+
+def load(
+    config: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    env: Env | None = None,
+    explicit: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Resolve an engine.
+
+    Args:
+        config: the name of a packaged config, a TOML file, or None for the defaults alone.
+        overrides: texts "engine.max_num_seqs=8" or "model.allow_unknown=true"; a value is read
+            as TOML, and as plain text where it is no TOML.
+        env: the parsed environment; None leaves it out.
+        explicit: engine fields that the caller passed as arguments, without those left out.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest legal one) or an illegal value.
+    """
+    name, content = _read(config) if config is not None else ("", {})
+    in_file = dict(content.get("engine", {}))
+    network = copy.deepcopy(content.get("model", {}))
+    on_line = _parse_overrides(overrides)
+    describes = bool(set(network) - {"allow_unknown"})
+    if describes:
+        in_file["model"] = name
+    layers = {
+        "default": {f.name: f.default for f in dataclasses.fields(EngineConfig)},
+        "file": in_file,
+        "environment": _from_env(env) if env is not None else {},
+        "--set": on_line.get("engine", {}),
+        "explicit": dict(explicit or {}),
+    }
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, layer in layers.items():
+        for key, value in _flat_kernels(layer).items():
+            values[key] = _checked(key, value, source)
+            sources[key] = source
+    record = [(f"engine.{key}", values[key], source) for key, source in sources.items()]
+    kernels = {k.removeprefix(_KERNELS): v for k, v in values.items() if k.startswith(_KERNELS)}
+    fields = {k: v for k, v in values.items() if not k.startswith(_KERNELS)}
+    engine = EngineConfig(**fields, kernels=tuple(sorted(kernels.items())))
+
+    changes = on_line.get("model", {})
+    for source, layer in (("file", network), ("--set", changes)):
+        if "allow_unknown" in layer:
+            record.append(("model.allow_unknown", layer["allow_unknown"], source))
+    allow_unknown = changes.pop("allow_unknown", network.pop("allow_unknown", False))
+    if not isinstance(allow_unknown, bool):
+        raise _illegal("model.allow_unknown", allow_unknown, "--set or file", "true or false")
+    if describes and sources["model"] == "file":
+        record += [(f"model.{key}", value, "--set") for key, value in changes.items()]
+        _overlay(network, changes, "model")
+        parsed = ModelConfig.from_dict(network, allow_unknown=allow_unknown)
+        return Settings(engine, parsed, allow_unknown, tuple(record))
+    if changes:
+        raise ConfigError(
+            f"--set changes {len(changes)} keys of a stored model: {', '.join(sorted(changes))}.",
+            "Its numbers belong to its weights and come from its config.json.",
+            "Remove them, or use a config file with a [model] table.",
+        )
+    return Settings(engine, None, allow_unknown, tuple(record))
+
+
+def _read(config: str | Path) -> tuple[str, dict[str, Any]]:
+    """The name of a config and its content, laid over the config that it extends."""
+    path = _find(config)
+    content = _parse(path)
+    base_name = content.pop("extends", None)
+    if base_name is not None:
+        local = path.parent / f"{base_name}.toml"
+        base = _parse(local if local.is_file() else _find(base_name))
+        if "extends" in base:
+            raise ConfigError(
+                f"{path} extends {base_name}, which extends {base['extends']}.",
+                "One level keeps the origin of every value within two files.",
+                f"Extend {base['extends']} and copy what {base_name} adds.",
+            )
+        if "model" in content.get("engine", {}):
+            base.pop("model", None)
+        content = _merged(base, content)
+    described = set(content.get("model", {})) - {"allow_unknown"}
+    if described and "model" in content.get("engine", {}):
+        raise ConfigError(
+            f"{path} sets engine.model and also describes a network in [model].",
+            "An engine runs one network, and either could be meant.",
+            "Remove engine.model or the [model] table.",
+        )
+    return path.stem, content
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
+
+
+def _find(config: str | Path) -> Path:
+    packaged = package_folder("configs") / f"{config}.toml"
+    for path in (packaged, Path(config).expanduser()):
+        if path.is_file():
+            return path
+    near = difflib.get_close_matches(str(config), config_names(), 1)
+    raise ConfigError(
+        f"There is no config {str(config)!r}: neither a packaged name nor a file.",
+        f"The packaged configs are {', '.join(config_names())}.",
+        f"Did you mean {near[0]}?" if near else "Name one of these or the path of a TOML file.",
+    )
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}.",
+            "A config that is read in part would configure another engine.",
+            "Correct the file.",
+        ) from None
+    for key, value in content.items():
+        if key not in ("extends", *_TABLES):
+            raise _unknown_key(key, ("extends", *_TABLES))
+        kind, wanted = (dict, "a table") if key in _TABLES else (str, "a config's name")
+        if not isinstance(value, kind):
+            raise _illegal(key, value, "file", wanted)
+    return content
+
+
+def _parse_overrides(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    tables: dict[str, dict[str, Any]] = {}
+    for text in overrides:
+        key, equals, literal = text.partition("=")
+        path = key.strip().split(".")
+        if not equals or len(path) < 2 or not all(path):
+            raise ConfigError(
+                f"--set {text} is not of the form table.key=value.",
+                "Every override names the one key that it changes.",
+                "Write for example --set engine.max_num_seqs=8.",
+            )
+        if path[0] not in _TABLES:
+            raise _unknown_key(path[0], _TABLES)
+        try:
+            value = tomllib.loads(f"value = {literal}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = literal.strip()
+        table = tables.setdefault(path[0], {})
+        for step in path[1:-1]:
+            table = table.setdefault(step, {})
+            if not isinstance(table, dict):
+                raise _illegal(key, value, "--set", "a key of a table that is not set as a whole")
+        table[path[-1]] = value
+    return tables
+
+
+def _from_env(env: Env) -> dict[str, Any]:
+    values = {
+        "model": env.hf_model_dir,
+        "batch_invariant": env.batch_invariant,
+        "compile_cache_dir": env.compile_cache_dir,
+        "engram": env.engram,
+        "kernels": dict(env.kernels),
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _flat_kernels(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"kernels": {op: name}}` as `{"kernels.op": name}`, so that layers merge op by op."""
+    flat = {key: value for key, value in layer.items() if key != "kernels"}
+    kernels = layer.get("kernels", {})
+    if not isinstance(kernels, Mapping | tuple):
+        raise _illegal("engine.kernels", kernels, "file", "a table of op = kernel name")
+    return flat | {f"{_KERNELS}{op}": name for op, name in dict(kernels).items()}
+
+
+def _checked(key: str, value: Any, source: str) -> Any:
+    """`value` if it is legal for the engine field `key`; "auto" becomes None."""
+    fields = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
+    if key.startswith(_KERNELS):
+        legal, wanted = isinstance(value, str) and bool(value), "a kernel's name"
+    elif key not in fields:
+        raise _unknown_key(f"engine.{key}", [f"engine.{name}" for name in fields])
+    elif key in _OPTIONAL and value in (None, AUTO):
+        return None
+    elif key in _CHOICES:
+        legal, wanted = value in _CHOICES[key], f"one of {', '.join(_CHOICES[key])}"
+    elif key in _COUNTS:
+        legal = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        wanted = "a positive integer"
+    elif key == "batch_invariant":
+        legal, wanted = isinstance(value, bool), "true or false"
+    else:
+        value = str(value) if isinstance(value, Path) else value
+        legal, wanted = isinstance(value, str) and bool(value), "a text that is not empty"
+    if not legal:
+        raise _illegal(f"engine.{key}", value, source, wanted)
+    return value
+
+
+def _overlay(table: dict[str, Any], changes: Mapping[str, Any], name: str) -> None:
+    """Write `changes` into `table`, each of the type of the value that it replaces."""
+    for key, value in changes.items():
+        old = table.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            _overlay(old, value, f"{name}.{key}")
+            continue
+        number = isinstance(old, int | float) and not isinstance(old, bool)
+        fits = type(value) in (int, float) if number else isinstance(value, type(old))
+        if isinstance(old, int) and number and isinstance(value, float):
+            fits = False
+        if old is not None and not fits:
+            raise _illegal(f"{name}.{key}", value, "--set", f"of the type of {old!r}")
+        table[key] = value
+
+
+def _illegal(key: str, value: Any, source: str, wanted: str) -> ConfigError:
+    return ConfigError(
+        f"{key} is {value!r} ({source}), which is not {wanted}.",
+        "A value that is guessed at would configure another engine.",
+        f"Set it to {wanted}.",
+    )
+
+
+def _unknown_key(key: str, legal: Iterable[str]) -> ConfigError:
+    names = list(legal)
+    near = difflib.get_close_matches(key, names, 1)
+    return ConfigError(
+        f"There is no config key {key}.",
+        "A misspelt key that is ignored would leave its default in force.",
+        f"Did you mean {near[0]}?" if near else f"The keys here are {', '.join(names)}.",
+    )
