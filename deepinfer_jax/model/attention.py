@@ -1,0 +1,154 @@
+"""One attention block: its own window keys and its kv source's entries, in one softmax."""
+
+from dataclasses import replace
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.config import LayerPlan, ModelConfig
+from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.cache import Rows, SourceCache
+from deepinfer_jax.model.compressor import Compressed, compress
+from deepinfer_jax.model.indexer import Selection, select
+from deepinfer_jax.model.layers import rms_norm, rotate
+from deepinfer_jax.model.params import Layer
+from deepinfer_jax.ops.packed import expand
+from deepinfer_jax.ops.quant import qdq_fp8
+from deepinfer_jax.ops.sparse_mla import Keys
+from deepinfer_jax.ops.table import Ops
+
+
+@flax.struct.dataclass
+class Shared:
+    """What layers take over from the sources before them.
+
+    Attributes:
+        source: caches of the current kv source, None before the first.
+        entries: int32 [n, top-k], the current index source's selection.
+        candidates: bool [n, m] from the candidate source.
+    """
+
+    source: SourceCache | None = None
+    entries: jax.Array | None = None
+    candidates: jax.Array | None = None
+
+
+@flax.struct.dataclass
+class AttentionOut:
+    """Result of one block, with what a trace shows of its inside.
+
+    Attributes:
+        out: [n, d].
+        shared: for the layers that follow.
+        window_kv: [n, k]; heads: [n, h, k] after the inverse rotation.
+    """
+
+    out: jax.Array
+    shared: Shared
+    window_kv: jax.Array
+    heads: jax.Array
+    compressed: Compressed | None
+    selection: Selection | None
+
+
+def window_keys(kv: jax.Array, ring: jax.Array, rows: Rows, window: int) -> Keys:
+    """The last `window` positions of every row, its own included.
+
+    Rows of this step are taken from `kv` [n, k], earlier ones from `ring` [slots, r, k] as it was
+    before the step: a chunk may be longer than the ring.
+    """
+    n, size = kv.shape[0], ring.shape[1]
+    position, in_step, row = rows.back(jnp.arange(window, dtype=jnp.int32))
+    stored = n + rows.slot[:, None] * size + position % size
+    return Keys(
+        pool=jnp.concatenate([kv, ring.reshape(-1, ring.shape[-1])]),
+        at=jnp.where(in_step, row, stored),
+        visible=position >= 0,
+    )
+
+
+def entry_keys(source: SourceCache, entries: jax.Array, rows: Rows) -> Keys:
+    """The selected entries of every row."""
+    slots, m, k = source.entries.shape
+    return Keys(
+        pool=source.entries.reshape(slots * m, k),
+        at=rows.slot[:, None] * m + jnp.maximum(entries, 0),
+        visible=entries >= 0,
+    )
+
+
+def attention(
+    x: jax.Array,
+    params: Layer,
+    rows: Rows,
+    ring: jax.Array,
+    shared: Shared,
+    rope: jax.Array,
+    *,
+    plan: LayerPlan,
+    config: ModelConfig,
+    arithmetic: Arithmetic,
+    ops: Ops,
+) -> AttentionOut:
+    """Attention of the rows x [n, d] (normed) (model specification, "Attention").
+
+    Args:
+        ring: [slots, r, k], this layer's window cache as it was before the step.
+        rope: float32 [positions, 2, rope/2], this kind of layer's table.
+    """
+    p, eps, n = params.attn, config.rms_norm_eps, x.shape[0]
+    quantize = arithmetic.quantize_inputs
+    angles = rope[rows.position]
+    q_rank = rms_norm(ops.linear(x, p.wq_a, quantize=quantize), p.q_norm, eps)
+    q = ops.linear(q_rank, p.wq_b, quantize=quantize)
+    q = rotate(q.reshape(n, config.num_attention_heads, config.head_dim), angles)
+    kv = rotate(rms_norm(ops.linear(x, p.wkv, quantize=quantize), p.kv_norm, eps), angles)
+    if arithmetic.quantize_caches:
+        kv = qdq_fp8(kv)
+
+    compressed = selection = None
+    common = {"config": config, "arithmetic": arithmetic, "ops": ops}
+    if plan.owns_kv:
+        assert params.compressor is not None and params.indexer is not None
+        assert shared.source is not None
+        compressed, source = compress(
+            x,
+            params.compressor,
+            params.indexer,
+            rows,
+            shared.source,
+            rope,
+            ratio=plan.ratio,
+            **common,
+        )
+        shared = replace(shared, source=source)
+    if plan.owns_index:
+        assert params.indexer is not None and shared.source is not None
+        selection = select(
+            x,
+            q_rank,
+            params.indexer,
+            rows,
+            shared.source.index_keys,
+            angles,
+            shared.candidates,
+            plan=plan,
+            **common,
+        )
+        shared = replace(shared, entries=selection.entries, candidates=selection.candidates)
+
+    window = window_keys(kv, ring, rows, config.sliding_window)
+    entries = None
+    if plan.ratio:
+        assert shared.source is not None and shared.entries is not None
+        entries = entry_keys(shared.source, shared.entries, rows)
+    heads = ops.sparse_mla(q, window, entries, p.sink, scale=config.head_dim**-0.5)
+    heads = rotate(heads, angles, inverse=True)
+    grouped = heads.reshape(n, config.o_groups, -1)
+    wo_a = expand(p.wo_a, x.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
+    low = jnp.einsum(
+        "ngi,gri->ngr", grouped, wo_a, precision="highest", preferred_element_type=jnp.float32
+    )
+    out = ops.linear(low.astype(x.dtype).reshape(n, -1), p.wo_b, quantize=quantize)
+    return AttentionOut(out, shared, kv, heads, compressed, selection)

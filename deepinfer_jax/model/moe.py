@@ -1,0 +1,60 @@
+"""The mixture layer: router without an auxiliary loss, routed experts, one shared expert."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.params import Moe
+from deepinfer_jax.ops.experts import expert
+from deepinfer_jax.ops.packed import expand
+from deepinfer_jax.ops.table import Ops
+
+_SUM_EPS = 1e-20
+
+
+@flax.struct.dataclass
+class Route:
+    """Chosen experts of every row: ids int32 [n, k] by falling score, gates float32 [n, k]."""
+
+    ids: jax.Array
+    gates: jax.Array
+
+
+def route(x: jax.Array, params: Moe, is_image: jax.Array, config: ModelConfig) -> Route:
+    """The k experts of each row x [n, d]; the bias chooses but does not weigh.
+
+    Image rows choose with `bias_vl`; equal scores take the lower expert (model specification,
+    "MoE").
+    """
+    logits = jnp.einsum(
+        "nd,ed->ne", x.astype(jnp.float32), expand(params.gate, jnp.float32), precision="highest"
+    )
+    scores = jnp.sqrt(jax.nn.softplus(logits / config.gate_temp))
+    bias = jnp.where(is_image[:, None], params.bias_vl, params.bias)
+    _, ids = jax.lax.top_k(scores + bias, config.num_experts_per_tok)
+    gates = jnp.take_along_axis(scores, ids, -1)
+    gates = config.routed_scaling_factor * gates / (gates.sum(-1, keepdims=True) + _SUM_EPS)
+    return Route(ids.astype(jnp.int32), gates)
+
+
+def moe(
+    x: jax.Array,
+    params: Moe,
+    is_image: jax.Array,
+    *,
+    config: ModelConfig,
+    arithmetic: Arithmetic,
+    ops: Ops,
+) -> tuple[jax.Array, Route]:
+    """Routed plus shared experts on x [n, d], summed in float32, in x's dtype."""
+    chosen = route(x, params, is_image, config)
+    common = {
+        "linear": ops.linear,
+        "limit": config.swiglu_limit,
+        "quantize": arithmetic.quantize_inputs,
+    }
+    routed = ops.experts(x, params.experts, chosen.ids, chosen.gates, **common)
+    shared = expert(x, params.shared, None, **common)
+    return (routed + shared).astype(x.dtype), chosen

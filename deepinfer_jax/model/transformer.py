@@ -1,0 +1,326 @@
+"""The forward of the network: rows in, hidden states and new caches out.
+
+One function serves prefill chunks and single tokens alike: each row brings its position and slot,
+and the caches hold what came before (model specification, "Top-level forward").
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.config import LayerPlan, ModelConfig
+from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.attention import AttentionOut, Shared, attention
+from deepinfer_jax.model.cache import Cache, Rows
+from deepinfer_jax.model.engram import engram, engram_rows
+from deepinfer_jax.model.layers import rms_norm
+from deepinfer_jax.model.moe import moe
+from deepinfer_jax.model.params import HyperConnection, Layer, Params
+from deepinfer_jax.ops.packed import expand
+from deepinfer_jax.ops.table import Ops
+
+Trace = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a forward is built from besides its arrays; hashable, so a static argument.
+
+    Attributes:
+        traced: record the arrays named in the golden data, layer by layer.
+    """
+
+    config: ModelConfig
+    arithmetic: Arithmetic
+    ops: Ops
+    traced: bool = False
+
+
+@flax.struct.dataclass
+class Residual:
+    """What flows from layer to layer.
+
+    Attributes:
+        streams: [n, s, d].
+        pre: float32 [n, s], the mix that collapses the streams for the next sublayer; each
+            sublayer's own is used by the one after it.
+    """
+
+    streams: jax.Array
+    pre: jax.Array
+
+
+@flax.struct.dataclass
+class ForwardOut:
+    """Result of a forward.
+
+    Attributes:
+        hidden: [n, d], collapsed streams before the final norm.
+        taps: [taps, n, d], stream means at the inputs of the drafter's target layers.
+        cache: the caches with this step's rows written.
+        trace: named arrays when traced, else empty; layer arrays are called `L{l}.name`.
+    """
+
+    hidden: jax.Array
+    taps: jax.Array
+    cache: Cache
+    trace: Trace
+
+
+def collapse(residual: Residual) -> jax.Array:
+    """The weighted sum of the streams [n, d]: float32 inside, the streams' dtype out."""
+    x = jnp.sum(residual.streams.astype(jnp.float32) * residual.pre[..., None], 1)
+    return x.astype(residual.streams.dtype)
+
+
+def expand_streams(y: jax.Array, post: jax.Array, comb: jax.Array, streams: jax.Array) -> jax.Array:
+    """X'_j = post_j y + sum_i comb_ij X_i; float32 inside, the streams' dtype out."""
+    mixed = jnp.einsum("nij,nid->njd", comb, streams.astype(jnp.float32), precision="highest")
+    return (post[..., None] * y.astype(jnp.float32)[:, None] + mixed).astype(streams.dtype)
+
+
+def _mixes(
+    streams: jax.Array, params: HyperConnection, net: Network
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    c = net.config
+    return net.ops.mhc(
+        streams, params.fn, params.base, params.scale, iters=c.hc_sinkhorn_iters, eps=c.hc_eps
+    )
+
+
+@flax.struct.dataclass
+class Injected:
+    """Residuals that replace the computed ones at the input of some layers, for comparisons.
+
+    Attributes:
+        given: bool [layers].
+        residual: streams [layers, n, s, d] and pre [layers, n, s].
+    """
+
+    given: jax.Array
+    residual: Residual
+
+
+@flax.struct.dataclass
+class Inputs:
+    """What every layer of a step sees unchanged.
+
+    Attributes:
+        rows: the step's tokens.
+        is_image: bool [n].
+        memory: looked-up Engram rows [n, columns * width] per Engram layer.
+        rope_plain, rope_compressed: tables of the two kinds of layers.
+        injected: for comparisons, or None.
+    """
+
+    rows: Rows
+    is_image: jax.Array
+    memory: tuple[jax.Array, ...]
+    rope_plain: jax.Array
+    rope_compressed: jax.Array
+    injected: Injected | None
+
+
+@flax.struct.dataclass
+class LayerOut:
+    """Result of one layer; `window_kv` [n, k] is for its ring, `mean` [n, d] of its input streams.
+
+    A run of layers gives these two and the trace a leading axis of layers.
+    """
+
+    residual: Residual
+    shared: Shared
+    window_kv: jax.Array
+    mean: jax.Array
+    trace: Trace
+
+
+def _stream_mean(streams: jax.Array) -> jax.Array:
+    return jnp.mean(streams.astype(jnp.float32), 1).astype(streams.dtype)
+
+
+def _attention_trace(attn: AttentionOut, plan: LayerPlan) -> Trace:
+    trace = {"window_kv": attn.window_kv, "attn_o": attn.heads, "attn_out": attn.out}
+    if attn.compressed is not None:
+        trace["latent"] = attn.compressed.latent
+        trace["compress_kv"] = attn.compressed.entry
+        trace["index_k"] = attn.compressed.index_key
+    if attn.selection is not None:
+        trace["index_q"] = attn.selection.query
+        trace["topk"] = attn.selection.entries
+        if plan.writes_candidates and attn.selection.candidates is not None:
+            trace["candidates"] = attn.selection.candidates
+    return trace
+
+
+def layer(
+    residual: Residual,
+    params: Layer,
+    inputs: Inputs,
+    ring: jax.Array,
+    index: jax.Array | int,
+    shared: Shared,
+    *,
+    plan: LayerPlan,
+    net: Network,
+) -> LayerOut:
+    """One layer: Engram where it has one, then attention and mixture in their hyper-connections.
+
+    Args:
+        residual: the streams entering the layer.
+        params: this layer's weights.
+        inputs: what all layers share.
+        ring: [layers, slots, r, k], window caches of all layers before the step.
+        index: this layer's place in `ring`; a traced value inside a scan.
+        shared: what the sources before this layer left.
+        plan: the layer's static plan; inside a scan, that of the run's first layer.
+        net: configuration, arithmetic and kernels.
+    """
+    eps = net.config.rms_norm_eps
+    common = {"config": net.config, "arithmetic": net.arithmetic, "ops": net.ops}
+    trace: Trace = {}
+    if inputs.injected is not None:
+        given = inputs.injected.given[index]
+        residual = jax.tree.map(
+            lambda new, old: jnp.where(given, new[index], old), inputs.injected.residual, residual
+        )
+    if params.engram is not None and plan.engram is not None:
+        memory = inputs.memory[plan.engram]
+        gated = engram(residual.streams, memory, params.engram, inputs.is_image, **common)
+        residual = replace(residual, streams=gated.streams)
+        if net.traced:
+            trace |= {
+                "engram_rows": memory,
+                "engram_gate": gated.gate,
+                "engram_out": gated.streams,
+            }
+    mean = _stream_mean(residual.streams)
+    with jax.named_scope("attention"):
+        pre, post, comb = _mixes(residual.streams, params.hc_attn, net)
+        attn_in = rms_norm(collapse(residual), params.attn_norm, eps)
+        rope = inputs.rope_compressed if plan.ratio else inputs.rope_plain
+        attn = attention(
+            attn_in, params, inputs.rows, ring[index], shared, rope, plan=plan, **common
+        )
+        streams = expand_streams(attn.out, post, comb, residual.streams)
+    with jax.named_scope("moe"):
+        next_pre, ffn_post, ffn_comb = _mixes(streams, params.hc_ffn, net)
+        ffn_in = rms_norm(collapse(Residual(streams, pre)), params.ffn_norm, eps)
+        ffn_out, chosen = moe(ffn_in, params.moe, inputs.is_image, **common)
+        streams = expand_streams(ffn_out, ffn_post, ffn_comb, streams)
+    if net.traced:
+        trace |= _attention_trace(attn, plan)
+        trace |= {"attn_pre": pre, "attn_post": post, "attn_comb": comb, "attn_in": attn_in}
+        trace |= {"route_idx": chosen.ids, "route_w": chosen.gates}
+        trace |= {"ffn_in": ffn_in, "ffn_out": ffn_out, "stream": streams, "pre_next": next_pre}
+    return LayerOut(Residual(streams, next_pre), attn.shared, attn.window_kv, mean, trace)
+
+
+def _run_layers(
+    residual: Residual,
+    params: Layer,
+    inputs: Inputs,
+    ring: jax.Array,
+    shared: Shared,
+    *,
+    run: tuple[LayerPlan, ...],
+    net: Network,
+) -> LayerOut:
+    """One run of like layers."""
+    if len(run) == 1:
+        one = jax.tree.map(lambda leaf: leaf[0], params)
+        out = layer(residual, one, inputs, ring, run[0].layer, shared, plan=run[0], net=net)
+        lead = {name: value[None] for name, value in out.trace.items()}
+        return replace(out, window_kv=out.window_kv[None], mean=out.mean[None], trace=lead)
+
+    def body(carry: Any, step: Any) -> Any:
+        residual = carry
+        one, index = step
+        out = layer(residual, one, inputs, ring, index, shared, plan=run[0], net=net)
+        return out.residual, (out.window_kv, out.mean, out.trace)
+
+    ids = jnp.asarray([plan.layer for plan in run], jnp.int32)
+    residual, (kv, means, trace) = jax.lax.scan(body, residual, (params, ids))
+    return LayerOut(residual, shared, kv, means, trace)
+
+
+def forward(
+    params: Params,
+    cache: Cache,
+    rows: Rows,
+    memory: tuple[jax.Array, ...] | None = None,
+    injected: Injected | None = None,
+    *,
+    net: Network,
+) -> ForwardOut:
+    """Run all layers on the rows of one step.
+
+    Args:
+        params: the network.
+        cache: state of the slots before this step.
+        rows: the step's tokens.
+        memory: looked-up Engram rows [n, columns * width] per Engram layer, when the tables are
+            not on the device (`params.engram_tables` is empty).
+        injected: residuals to compare layer by layer.
+        net: configuration, arithmetic and kernels.
+    """
+    config = net.config
+    n = rows.ids.shape[0]
+    is_image = jnp.zeros((n,), bool)
+    if config.image_token_id is not None:
+        is_image = rows.ids == config.image_token_id
+    embedded = params.embed[rows.ids].astype(net.arithmetic.dtype)
+    streams = jnp.repeat(embedded[:, None], config.hc_mult, 1)
+    pre = jnp.zeros(streams.shape[:2], jnp.float32).at[:, 0].set(1.0)
+
+    with jax.named_scope("engram_lookup"):
+        found, history = engram_rows(rows, params.token_map, cache.history, config)
+        if params.engram_tables:
+            memory = tuple(
+                expand(table[found[:, i]], net.arithmetic.dtype).reshape(n, -1)
+                for i, table in enumerate(params.engram_tables)
+            )
+    memory = memory or ()
+    assert len(memory) == len(config.engram_layer_ids), "Engram rows are neither held nor given"
+    trace: Trace = {"embed": embedded, "engram_hash": found} if net.traced else {}
+
+    inputs = Inputs(rows, is_image, memory, params.rope_plain, params.rope_compressed, injected)
+    residual, shared = Residual(streams, pre), Shared()
+    sources, taps, window_kv = list(cache.sources), [], []
+    place = {layer: i for i, layer in enumerate(config.kv_source_layer_ids)}
+    for run, run_params in zip(config.runs, params.runs, strict=True):
+        plan = run[0]
+        if plan.owns_kv:
+            shared = replace(shared, source=sources[place[plan.layer]])
+        with jax.named_scope(f"layers_{plan.layer}_{run[-1].layer}"):
+            out = _run_layers(residual, run_params, inputs, cache.window, shared, run=run, net=net)
+        residual, shared = out.residual, out.shared
+        window_kv.append(out.window_kv)
+        if plan.owns_kv:
+            assert shared.source is not None
+            sources[place[plan.layer]] = shared.source
+        taps += [out.mean[i] for i, p in enumerate(run) if p.tap]
+        for name, value in out.trace.items():
+            trace |= {f"L{p.layer}.{name}": value[i] for i, p in enumerate(run)}
+    hidden = collapse(residual)
+    # All layers read the rings as they were; written after the last read, they need no copy.
+    ring, hidden = jax.lax.optimization_barrier((cache.window, hidden))
+    size = ring.shape[2]
+    slot = rows.writable(size)
+    ring = ring.at[:, slot, rows.position % size].set(jnp.concatenate(window_kv), mode="drop")
+    return ForwardOut(
+        hidden=hidden,
+        taps=jnp.stack(taps) if taps else jnp.zeros((0, *hidden.shape), hidden.dtype),
+        cache=Cache(window=ring, sources=tuple(sources), history=history),
+        trace=trace,
+    )
+
+
+def unembed(params: Params, hidden: jax.Array, net: Network) -> jax.Array:
+    """Logits float32 [n, v] of hidden [n, d]: final norm, then a float32 product."""
+    normed = rms_norm(hidden, params.norm, net.config.rms_norm_eps).astype(jnp.float32)
+    head = expand(params.head, jnp.float32)
+    return jnp.einsum("nd,vd->nv", normed, head, precision="highest")

@@ -1,0 +1,119 @@
+"""`index_scores(q, w, keys, slot, visible) -> scores`: how much a row wants each compressed entry.
+
+q [n, h, k], w [n, h], keys [slots, m, k], slot and visible int32 [n]; scores float32 [n, m] =
+sum_h w[h] max(q[h] . key, 0) for the first `visible` entries of the row's slot; what stands in the
+other columns is not defined. `round_scores` rounds each head's dot and the sum to bfloat16, as the
+published forward does (model specification, "Indexer").
+"""
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.ops.kernel import Kernel
+
+BLOCK = 512  # entries scored at a time; blocks that no row of a tile can see are left out
+TILE = 32  # rows that `tiles` scores together when they are of one slot
+
+
+def _scores(q: jax.Array, w: jax.Array, keys: jax.Array, round_scores: bool) -> jax.Array:
+    """q [t, h, k], w [t, h], keys [m, k] -> float32 [t, m]."""
+    dots = jnp.einsum(
+        "thk,mk->thm", q, keys, precision="highest", preferred_element_type=jnp.float32
+    )
+    if round_scores:
+        scores = jnp.einsum(
+            "thm,th->tm",
+            jax.nn.relu(dots.astype(jnp.bfloat16)),
+            w.astype(jnp.bfloat16),
+            preferred_element_type=jnp.float32,
+        )
+        return scores.astype(jnp.bfloat16).astype(jnp.float32)
+    return jnp.sum(jax.nn.relu(dots) * w.astype(jnp.float32)[..., None], 1)
+
+
+def _one_slot(
+    q: jax.Array, w: jax.Array, keys: jax.Array, slot: jax.Array, visible: jax.Array, rounded: bool
+) -> jax.Array:
+    """Rows of one slot against its keys, block by block up to the last entry that any can see."""
+    _, m, k = keys.shape
+    block = min(BLOCK, m)
+
+    def score(i: jax.Array, out: jax.Array) -> jax.Array:
+        # The last block may reach beyond the end; both slices then start at the same earlier row.
+        part = jax.lax.dynamic_slice(keys, (slot, i * block, 0), (1, block, k))[0]
+        return jax.lax.dynamic_update_slice(out, _scores(q, w, part, rounded), (0, i * block))
+
+    empty = jnp.zeros((q.shape[0], m), jnp.float32)
+    return jax.lax.fori_loop(0, (jnp.max(visible) + block - 1) // block, score, empty)
+
+
+def rows(
+    q: jax.Array,
+    w: jax.Array,
+    keys: jax.Array,
+    slot: jax.Array,
+    visible: jax.Array,
+    *,
+    round_scores: bool = False,
+) -> jax.Array:
+    """One row at a time, so a row never depends on its neighbours and no key is copied."""
+
+    def one(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, w, slot, visible = row
+        return _one_slot(q[None], w[None], keys, slot, visible, round_scores)[0]
+
+    return jax.lax.map(one, (q, w, slot, visible))
+
+
+def tiles(
+    q: jax.Array,
+    w: jax.Array,
+    keys: jax.Array,
+    slot: jax.Array,
+    visible: jax.Array,
+    *,
+    round_scores: bool = False,
+) -> jax.Array:
+    """Tiles of rows: one product where a tile is of one slot (a prompt), else row by row."""
+    n = q.shape[0]
+    if n < TILE:
+        return rows(q, w, keys, slot, visible, round_scores=round_scores)
+    count = -(-n // TILE)
+    spare = count * TILE - n
+
+    def cut(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, spare), *((0, 0) for _ in x.shape[1:])), mode="edge")
+        return padded.reshape(count, TILE, *x.shape[1:])
+
+    def one(tile: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, w, slot, visible = tile
+        return jax.lax.cond(
+            jnp.all(slot == slot[0]),
+            lambda: _one_slot(q, w, keys, slot[0], visible, round_scores),
+            lambda: rows(q, w, keys, slot, visible, round_scores=round_scores),
+        )
+
+    scores = jax.lax.map(one, (cut(q), cut(w), cut(slot), cut(visible)))
+    return scores.reshape(count * TILE, -1)[:n]
+
+
+def gathered(
+    q: jax.Array,
+    w: jax.Array,
+    keys: jax.Array,
+    slot: jax.Array,
+    visible: jax.Array,
+    *,
+    round_scores: bool = False,
+) -> jax.Array:
+    """All entries of all rows at once over a copy of each row's keys; the plain reference."""
+    del visible
+    one = jax.vmap(lambda q, w, keys: _scores(q[None], w[None], keys, round_scores)[0])
+    return one(q, w, keys[slot])
+
+
+KERNELS = (
+    Kernel("index_scores", "tiles", tiles),
+    Kernel("index_scores", "rows", rows),
+    Kernel("index_scores", "gathered", gathered),
+)

@@ -1,0 +1,21 @@
+"""The small reference network of the golden data, assembled in one arithmetic."""
+
+from pathlib import Path
+
+import numpy as np
+
+from deepinfer_jax.assembly import Assembled, assemble
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.settings import EngineConfig
+
+
+def golden_network(golden: Path, arithmetic: str, **engine: object) -> Assembled:
+    config = ModelConfig.from_file(golden)
+    asked = EngineConfig(model=str(golden), arithmetic=arithmetic, **engine)
+    token_map = np.load(golden / "engram.npz")["tiny_token_map"]
+    return assemble(golden / "model_release.safetensors", config, asked, token_map, traced=True)
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}

@@ -1,0 +1,61 @@
+import pytest
+
+from deepinfer_jax.ops.device import Device
+from deepinfer_jax.ops.kernel import Kernel
+from deepinfer_jax.ops.table import select
+from deepinfer_jax.report.determinism import level_of
+
+
+def same(x):
+    return x
+
+
+LOOSE = {"same": (Kernel("same", "loose", same),)}
+STEADY = {"same": (Kernel("same", "loose", same), Kernel("same", "b", same, batch_invariant=True))}
+FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+
+
+def level(kind, flags="", *, table=LOOSE, batch_invariant=False):
+    ops = select(Device.described(kind), batch_invariant=batch_invariant, table=table)
+    return level_of(ops, xla_flags=flags, table=table)
+
+
+def test_cpu_keeps_the_bits_of_equal_batches():
+    found = level("cpu")
+    assert (found.name, found.promise) == ("R1", "same batches and layout, same bits")
+    assert "R2 cannot be reached here" in found.next_needs
+    assert "loose: not batch invariant" in found.next_needs
+
+
+def test_the_next_level_is_offered_when_its_kernels_exist():
+    assert level("cpu", table=STEADY).next_needs == "R2 needs DEEPINFER_BATCH_INVARIANT=1"
+
+
+def test_batch_invariant_kernels_reach_the_second_level_and_allow_the_third():
+    found = level("cpu", table=STEADY, batch_invariant=True)
+    assert (found.name, found.reachable) == ("R2", "R3")
+    assert "seq_seed" in found.next_needs
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "needed"),
+    [
+        ("", "R0", "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"),
+        ("--xla_gpu_deterministic_ops=true", "R0", "XLA_FLAGS with --xla_gpu_autotune_level=0"),
+        ("--xla_gpu_deterministic_ops=false --xla_gpu_autotune_level=0", "R0", "deterministic_ops"),
+        (FLAGS, "R1", "R2"),
+    ],
+)
+def test_a_gpu_needs_both_flags_for_equal_bits(flags, name, needed):
+    found = level("sm90", flags)
+    assert (found.name, found.reachable) == (name, name)
+    assert needed in found.next_needs
+
+
+@pytest.mark.parametrize("kind", ["tpu", "ascend950"])
+def test_nothing_is_promised_where_nothing_was_measured(kind):
+    assert level(kind).name == "R0"
+
+
+def test_a_gpu_without_the_flags_stays_below_even_with_invariant_kernels():
+    assert level("sm90", table=STEADY, batch_invariant=True).name == "R0"

@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+from golden_network import golden_network, load
+
+from deepinfer_jax.errors import RequestError
+from deepinfer_jax.report.compare import compare
+from deepinfer_jax.runner.trace import TraceInput, run_trace
+
+VOCAB = 512
+IDS = np.zeros((1, 3), np.int32)
+STREAM, PRE = np.zeros((1, 3, 4, 8)), np.zeros((1, 3, 4))
+
+
+def trace(network, arrays):
+    given = TraceInput.from_arrays(arrays, VOCAB)
+    return run_trace(network.params, given, network.network, network.mesh)
+
+
+def ids_of(arrays):
+    return {k: arrays[k] for k in ("token_ids", "prefill_len") if k in arrays}
+
+
+def residuals_of(arrays):
+    return {k: v for k, v in arrays.items() if k.endswith((".stream", ".pre_next"))}
+
+
+@pytest.fixture(scope="module")
+def f32(golden):
+    return golden_network(golden, "f32")
+
+
+@pytest.fixture(scope="module")
+def short(golden, f32):
+    """16 tokens, and their trace with dequantized weights on the device."""
+    arrays = {"token_ids": load(golden / "p40_f32.npz")["token_ids"][:, :16]}
+    return arrays, trace(f32, arrays)
+
+
+def test_f32_equals_the_reference_in_every_array(f32, golden):
+    expected = load(golden / "p40_f32.npz")
+    made = trace(f32, ids_of(expected))
+    assert set(expected) == set(made)
+    assert compare(made, expected, tolerance=1e-4) == []
+
+
+@pytest.mark.parametrize("name", ["p3_t24", "p40_t64", "p280_t300"])
+def test_f32_decodes_token_by_token_as_the_reference(f32, golden, name):
+    expected = load(golden / f"decode_{name}_f32.npz")
+    expected = {k: v for k, v in expected.items() if not k.startswith("spec_")}
+    made = trace(f32, ids_of(expected))
+    assert set(expected) == set(made)
+    assert compare(made, expected, tolerance=1e-4) == []
+
+
+def test_f32qdq_equals_the_reference_end_to_end_and_layer_by_layer(golden):
+    network = golden_network(golden, "f32qdq")
+    expected = load(golden / "p40_f32qdq.npz")
+    made = trace(network, ids_of(expected))
+    assert np.abs(made["logits"] - expected["logits"]).max() < 2e-2
+    layered = trace(network, ids_of(expected) | residuals_of(expected))
+    rows = compare(layered, expected, tolerance=1e-5)
+    # A rounding that falls the other way moves a value by one code; the reference allows 5e-3.
+    assert sum(row.differing for row in rows) <= 20, rows
+    assert all(row.max_abs < 5e-3 for row in rows), rows
+
+
+def test_release_equals_the_reference_layer_by_layer(golden):
+    network = golden_network(golden, "release")
+    expected = load(golden / "p40_release.npz")
+    made = trace(network, ids_of(expected) | residuals_of(expected))
+    for layer in range(10):
+        x, y = made[f"L{layer}.stream"], expected[f"L{layer}.stream"]
+        relative = np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2))
+        assert relative < 1e-2, (layer, relative)
+    np.testing.assert_array_equal(made["engram_hash"], expected["engram_hash"])
+    np.testing.assert_array_equal(made["L2.topk"], expected["L2.topk"])
+
+
+def test_packed_weights_give_the_bits_of_dequantized_ones(golden, short):
+    arrays, expected = short
+    packed = trace(golden_network(golden, "f32", weights="packed"), arrays)
+    assert compare(packed, expected) == []
+
+
+def test_engram_tables_on_disk_give_the_bits_of_tables_on_the_device(golden, short):
+    from deepinfer_jax.assembly import engram_memory
+    from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
+
+    arrays, expected = short
+    outside = golden_network(golden, "f32", engram="mmap")
+    token_map = np.load(golden / "engram.npz")["tiny_token_map"]
+    rows = hash_rows(
+        engram_hash(outside.network.config), token_map[arrays["token_ids"][0]], token_map[2]
+    )
+
+    def memory(start, stop):
+        return engram_memory(outside.tables, rows[start:stop], np.dtype(np.float32))
+
+    given = TraceInput.from_arrays(arrays, VOCAB)
+    made = run_trace(outside.params, given, outside.network, outside.mesh, memory)
+    assert compare(made, expected) == []
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({}, "no array token_ids"),
+        ({"token_ids": np.zeros((2, 3), np.int32)}, "shape [2, 3]"),
+        ({"token_ids": np.full((1, 3), 512)}, "512 to 512"),
+        ({"token_ids": np.zeros((1, 0), np.int32)}, "shape [1, 0]"),
+        ({"token_ids": np.zeros((1, 3))}, "token_ids is float64"),
+        ({"token_ids": IDS - 1}, "-1 to -1"),
+        ({"token_ids": IDS, "prefill_len": 4}, "prefill_len is 4"),
+        ({"token_ids": IDS, "prefill_len": 0}, "prefill_len is 0"),
+        ({"token_ids": IDS, "prefill_len": np.array([2])}, "prefill_len is int64 of shape [1]"),
+        ({"token_ids": IDS, "prefill_len": 1.5}, "prefill_len is float64 of shape []"),
+        (
+            {"token_ids": IDS, "L0.stream": np.zeros((1, 2, 4, 8)), "L0.pre_next": PRE},
+            "L0.stream is of shape [1, 2, 4, 8] and L0.pre_next of shape [1, 3, 4], for 3 tokens",
+        ),
+        (
+            {"token_ids": IDS, "prefill_len": 2, "L0.stream": STREAM, "L0.pre_next": PRE},
+            "The input has residuals of 1 layers and prefill_len 2.",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_words(arrays, words):
+    with pytest.raises(RequestError) as caught:
+        TraceInput.from_arrays(arrays, VOCAB)
+    assert words in str(caught.value)
+    assert all((caught.value.what, caught.value.why, caught.value.do))
+
+
+def test_an_input_longer_than_the_network_is_refused(f32):
+    with pytest.raises(RequestError) as caught:
+        trace(f32, {"token_ids": np.zeros((1, 1025), np.int32)})
+    assert str(caught.value) == (
+        "The input has 1025 tokens; the network was built for 1024 positions. Nothing is "
+        "truncated. Shorten token_ids to 1024, or raise engine.max_model_len."
+    )
+
+
+def test_all_selections_of_300_tokens_equal_the_reference(f32, golden_dir):
+    expected = load(golden_dir / "p300_f32.npz")
+    assert compare(trace(f32, ids_of(expected)), expected, tolerance=1e-4) == []
+
+
+@pytest.mark.parametrize("name", ["p300", "decode_p40_t64", "decode_p280_t300"])
+def test_f32qdq_selects_as_the_reference(golden, golden_dir, name):
+    expected = load(golden_dir / f"{name}_f32qdq.npz")
+    made = trace(golden_network(golden, "f32qdq"), ids_of(expected))
+    for layer, share in ((2, 0.95), (4, 0.95), (6, 0.85), (8, 0.85)):
+        rows = zip(made[f"L{layer}.topk"][0], expected[f"L{layer}.topk"][0], strict=True)
+        same = np.mean([len(np.intersect1d(x, y)) / len(np.unique(y)) for x, y in rows])
+        assert same >= share, (layer, same)
+    assert np.sqrt(np.mean((made["logits"] - expected["logits"]) ** 2)) < 0.15
+
+
+@pytest.mark.parametrize("name", ["p300", "decode_p40_t64", "decode_p280_t300"])
+def test_release_is_sane_end_to_end(golden, golden_dir, name):
+    made = trace(golden_network(golden, "release"), ids_of(load(golden_dir / f"{name}_f32.npz")))
+    reference = load(golden_dir / f"{name}_f32.npz")["logits"]
+    agree = np.mean(made["logits"].argmax(-1) == reference.argmax(-1))
+    assert agree > 0.65, agree
