@@ -1,0 +1,1 @@
+"""Training of the shipped model and of drafters; nothing else imports this room."""
