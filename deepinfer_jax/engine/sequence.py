@@ -1,0 +1,152 @@
+"""One sample of a request while it lives: its tokens, its text, and when it ends."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.errors import DeepInferError
+from deepinfer_jax.request import (
+    CompletionOutput,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+)
+from deepinfer_jax.sampling.philox import split64
+from deepinfer_jax.sampling.sampler import RowParams
+from deepinfer_jax.text.output import OutputText
+
+
+@dataclass
+class Sequence:
+    """A running sample.
+
+    Attributes:
+        request: position of its request among the prompts.
+        index: which of the request's samples.
+        prompt: int32 [p].
+        params: how to draw and when to stop.
+        seed: the 64-bit seed of its draws.
+        text: takes the generated tokens.
+        output: generated tokens so far.
+        slot: its place in the caches while it runs, else None.
+    """
+
+    request: int
+    index: int
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    text: OutputText
+    output: list[int] = field(default_factory=list)
+    slot: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: DeepInferError | None = None
+    _logprobs: list[tuple[float, np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Prompt and output tokens together."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def finished(self) -> bool:
+        """No token will follow."""
+        return self.finish_reason is not None
+
+    @property
+    def last(self) -> int:
+        """The newest token."""
+        return self.output[-1] if self.output else int(self.prompt[-1])
+
+    @property
+    def forced(self) -> int | None:
+        """The token that teacher forcing puts next, or None."""
+        golden = self.params.golden_token_ids
+        if golden is None or len(self.output) >= len(golden):
+            return None
+        return golden[len(self.output)]
+
+    def append(self, token: int, *, eos: int, limit: int) -> None:
+        """Take the next token and decide whether it is the last.
+
+        Args:
+            token: what was drawn.
+            eos: the end-of-sequence id.
+            limit: longest sequence in tokens.
+        """
+        self.output.append(token)
+        p = self.params
+        if token == eos and not p.ignore_eos:
+            self.finish("stop")
+        elif token in p.stop_token_ids:
+            self.finish("stop", token)
+        else:
+            self.text.push(token)
+            if self.text.stopped is not None:
+                self.finish("stop", self.text.stopped)
+            elif len(self.output) >= p.max_tokens or self.length >= limit:
+                self.finish("length")
+
+    def record(self, token: float, top_ids: np.ndarray, top: np.ndarray) -> None:
+        """Keep the log-probs of the token that `append` takes next."""
+        self._logprobs.append((token, top_ids, top))
+
+    def finish(self, reason: FinishReason, stop: str | int | None = None) -> None:
+        """End the sequence."""
+        self.text.finish(reason)
+        called = reason == "stop" and stop is None and self.text.tool_calls
+        self.finish_reason = "tool_calls" if called else reason
+        self.stop_reason = stop
+
+    def fail(self, error: DeepInferError) -> None:
+        """End the sequence because of `error`."""
+        self.error = error
+        self.finish("error")
+
+    def completion(self, mode: str) -> CompletionOutput:
+        """What it has produced so far; `mode` names the distribution of the log-probs."""
+        logprobs, total = None, None
+        if self.params.logprobs is not None and self._logprobs:
+            values, ids, tops = zip(*self._logprobs, strict=True)
+            logprobs = TokenLogprobs(
+                token=np.asarray(values, np.float32),
+                top_ids=np.stack(ids),
+                top=np.stack(tops),
+                mode="raw" if mode == "raw" else "processed",
+            )
+            total = float(np.sum(logprobs.token, dtype=np.float64))
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.text,
+            token_ids=tuple(self.output),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=logprobs,
+            cumulative_logprob=total,
+            seq_seed=self.seed,
+            reasoning=self.text.reasoning,
+            tool_calls=self.text.tool_calls,
+        )
+
+
+def pack_draw(drawn: Iterable[Sequence], rows: int) -> RowParams:
+    """How each sequence's next token is drawn, as NumPy arrays padded with greedy rows.
+
+    A token's position is the sequence's length before it.
+    """
+    sequences = list(drawn)
+    params, pad = [s.params for s in sequences], rows - len(sequences)
+
+    def column(values: list[Any], rest: Any, dtype: Any) -> Any:
+        return np.asarray(values + [rest] * pad, dtype)
+
+    return RowParams(
+        temperature=column([p.temperature for p in params], 0.0, np.float32),
+        top_p=column([p.top_p for p in params], 1.0, np.float32),
+        top_k=column([p.top_k for p in params], -1, np.int32),
+        seed=column([split64(s.seed) for s in sequences], split64(0), np.uint32),
+        position=column([s.length for s in sequences], 0, np.int32),
+    )

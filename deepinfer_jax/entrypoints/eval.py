@@ -1,0 +1,145 @@
+"""`deepinfer eval`: a suite of held-out prompts, graded by exact match, as a table."""
+
+import difflib
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deepinfer_jax.entrypoints import options
+from deepinfer_jax.entrypoints.cli import FAILED
+from deepinfer_jax.entrypoints.engine_options import Model, open_engine
+from deepinfer_jax.entrypoints.progress import Live
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.llm import LLM
+from deepinfer_jax.request import SamplingParams
+from deepinfer_jax.skills.evaluation import SUITE, Entry, Row, evaluate
+from deepinfer_jax.skills.sample import HELD_OUT_SEED
+
+_SUITES = {"nano": SUITE}
+
+
+def command(
+    suite: Annotated[str, typer.Option("--suite", metavar="NAME", help="nano.")] = "nano",
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, help="Prompts per skill instead of the suite's.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Held-out seed; another one draws other prompts.")
+    ] = HELD_OUT_SEED,
+    limit_skill: Annotated[
+        list[str] | None,
+        typer.Option("--limit-skill", metavar="NAME", help="Only this skill; repeatable."),
+    ] = None,
+    mask_main_kv: Annotated[
+        bool,
+        typer.Option("--mask-main-kv", help="Hide the compressed entries: attend in the window."),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 if a required accuracy is missed.")
+    ] = False,
+    arithmetic: Annotated[
+        str | None,
+        typer.Option("--arithmetic", metavar="f32|f32qdq|release", help="Rounding of the run."),
+    ] = None,
+    model: Model = None,
+    config: options.Config = None,
+    overrides: options.Overrides = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A list of rows on standard output.")
+    ] = False,
+    quiet: options.Quiet = False,
+) -> int:
+    """Grade greedy answers. Prompts follow from the seed alone."""
+    chosen = _chosen(suite, limit_skill or ())
+    for entry in chosen:
+        entry.samples(seed, 0)  # refuses a seed that is trained on, before anything is loaded
+    with Live(quiet) as live:
+        llm = open_engine(
+            live,
+            model=model,
+            config=config,
+            overrides=overrides,
+            arithmetic=arithmetic,
+            kernels={"sparse_mla": "window_only"} if mask_main_kv else None,
+        )
+        rows = run(llm, chosen, seed, n, live)
+    if as_json:
+        print(json.dumps([_as_json(row) for row in rows]))
+    else:
+        _show(rows)
+    return FAILED if strict and not all(row.passed for row in rows) else 0
+
+
+def run(llm: LLM, suite: Sequence[Entry], seed: int, count: int | None, live: Live) -> list[Row]:
+    """The rows of `suite`, each line's prompts in one call. Raises what a request failed with."""
+    rows: list[Row] = []
+    for place, entry in enumerate(suite, 1):
+        phase = f"{entry.name}, skill {place} of {len(suite)}:"
+
+        def tell(done: int, total: int, phase: str = phase) -> None:
+            live.doing(phase, f"{done} of {total} prompts")
+
+        def generate(
+            prompts: Sequence[Sequence[int]], max_tokens: int, tell: Any = tell
+        ) -> list[tuple[int, ...]]:
+            tell(0, len(prompts))
+            params = SamplingParams(temperature=0, max_tokens=max_tokens)
+            outputs = llm.generate(None, params, [list(ids) for ids in prompts], tell)
+            for output in outputs:
+                # A prompt that could not run is no wrong answer of the model.
+                if output.error is not None:
+                    raise output.error
+            return [output.outputs[0].token_ids for output in outputs]
+
+        rows += evaluate(generate, llm.tokenizer, [entry], seed=seed, count=count)
+    return rows
+
+
+def _chosen(suite: str, names: Sequence[str]) -> tuple[Entry, ...]:
+    if suite not in _SUITES:
+        raise ConfigError(
+            f"There is no suite {suite!r}.",
+            f"The suites are {', '.join(_SUITES)}.",
+            "Name one of these with --suite.",
+        )
+    entries = _SUITES[suite]
+    legal = [entry.name for entry in entries]
+    for name in names:
+        if name not in legal:
+            near = difflib.get_close_matches(name, legal, 1)
+            raise ConfigError(
+                f"The suite {suite} has no skill {name!r}.",
+                f"Its skills are {', '.join(legal)}.",
+                f"Did you mean {near[0]}?" if near else "Name one of these with --limit-skill.",
+            )
+    return tuple(entry for entry in entries if not names or entry.name in names)
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return {
+        "skill": row.skill,
+        "n": row.n,
+        "accuracy": row.accuracy,
+        "stderr": row.stderr,
+        "required": row.required,
+        "pass": None if row.required is None else row.passed,
+    }
+
+
+def _show(rows: Sequence[Row]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("skill", no_wrap=True)
+    for column in ("n", "accuracy", "stderr", "required", "pass"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        required, passed = "", ""
+        if row.required is not None:
+            required, passed = f"{row.required:.2f}", "yes" if row.passed else "no"
+        table.add_row(
+            row.skill, str(row.n), f"{row.accuracy:.3f}", f"{row.stderr:.3f}", required, passed
+        )
+    Console(highlight=False, markup=False).print(table)

@@ -1,0 +1,189 @@
+"""`deepinfer generate`: prompts in, texts out, in order."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deepinfer_jax.entrypoints import options
+from deepinfer_jax.entrypoints.cli import FAILED
+from deepinfer_jax.entrypoints.engine_options import Model, SeqSeed, TopK, TopP, open_engine
+from deepinfer_jax.entrypoints.progress import Live
+from deepinfer_jax.entrypoints.results import (
+    ResultFolder,
+    Transcript,
+    as_json,
+    console,
+    error_text,
+)
+from deepinfer_jax.errors import RequestError
+from deepinfer_jax.llm import LLM
+from deepinfer_jax.request import CompletionOutput, RequestOutput, SamplingParams
+
+
+def command(
+    prompts: Annotated[
+        list[str], typer.Argument(metavar="PROMPT...", help="Texts; - reads standard input.")
+    ],
+    model: Model = None,
+    config: options.Config = None,
+    overrides: options.Overrides = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens to write.")] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="0 takes the likeliest token.")
+    ] = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = -1,
+    seq_seed: SeqSeed = None,
+    n: Annotated[int, typer.Option("--n", help="Samples of each prompt.")] = 1,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Text to stop before; repeatable.")
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", help="Token to stop at; repeatable.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after end of sequence.")
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", metavar="N", help="Log-probs: the token's and the N likeliest."),
+    ] = None,
+    show_ids: Annotated[bool, typer.Option("--show-ids", help="Print token ids too.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send each prompt as a user's message.")
+    ] = False,
+    out: options.Out = None,
+    as_json_object: options.Json = False,
+    quiet: options.Quiet = False,
+) -> int:
+    """Print the text that follows each prompt. Exits with 1 if some requests failed."""
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        n=n,
+        stop=stop or (),
+        stop_token_ids=stop_token_id or (),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        seq_seed=seq_seed,
+    )
+    texts = _read(prompts)
+    screen = console()
+    streams = len(texts) == 1 and n == 1 and screen.is_terminal and not as_json_object
+    with Live(quiet) as live, contextlib.ExitStack() as closing:
+        llm = open_engine(live, model=model, config=config, overrides=overrides)
+        folder = None if out is None else ResultFolder(out, llm.manifest())
+        if folder is not None:
+            closing.callback(folder.close)
+        transcript = Transcript(screen) if streams else None
+        if transcript is not None:
+            warm_up(llm, params, live)
+        finished = _run(llm, texts, params, chat, live, folder, transcript)
+    if as_json_object:
+        print(json.dumps({"results": [as_json(output) for output in finished]}))
+    elif transcript is None:
+        _print_all(screen, finished)
+    if not as_json_object:
+        _print_details(screen, finished, show_ids)
+    failed = [output for output in finished if output.error is not None]
+    for output in failed:
+        assert output.error is not None
+        print(error_text(output.error), file=sys.stderr)
+    return FAILED if failed else 0
+
+
+def warm_up(llm: LLM, params: SamplingParams, live: Live) -> None:
+    """Compile what one short prompt needs, so that its text does not stop in the middle."""
+    live.doing("compiling")
+    llm.prepare(sequences=params.n, logprobs=int(params.logprobs or 0))
+
+
+def _run(
+    llm: LLM,
+    texts: Sequence[str],
+    params: SamplingParams,
+    chat: bool,
+    live: Live,
+    folder: ResultFolder | None,
+    transcript: Transcript | None,
+) -> list[RequestOutput]:
+    """All requests to their end, in the order of the prompts."""
+    live.doing("computing")
+    stream: Iterable[RequestOutput]
+    if chat:
+        stream = llm.stream_chat([[{"role": "user", "content": t}] for t in texts], params)
+    else:
+        stream = llm.stream(texts, params)
+    finished: dict[int, RequestOutput] = {}
+    for output in stream:
+        if output.finished:
+            finished[int(output.request_id)] = output
+            if folder is not None:
+                folder.append(output)
+        if transcript is None:
+            done = f"{len(finished)} of {len(texts)} requests"
+            live.doing("computing", f"{done}, {llm.meter.output_tokens} tokens")
+        elif output.outputs:
+            live.clear()
+            show = transcript.end if output.finished else transcript.show
+            show(output.outputs[0])
+    return [finished[number] for number in sorted(finished)]
+
+
+def _read(prompts: Sequence[str]) -> list[str]:
+    if prompts.count("-") > 1:
+        raise RequestError(
+            f"{prompts.count('-')} prompts are '-'.",
+            "Each stands for the whole of standard input, which can be read once.",
+            "Write '-' once.",
+        )
+    try:
+        return [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"Standard input is no UTF-8 text (byte {error.start}: {error.reason}).",
+            "A prompt is text, and no byte of it is replaced.",
+            "Send UTF-8.",
+        ) from None
+
+
+def _print_all(screen: Console, outputs: Sequence[RequestOutput]) -> None:
+    many = len(outputs) > 1 or any(len(o.outputs) > 1 for o in outputs)
+    for output in outputs:
+        for sample in output.outputs:
+            if many:
+                screen.out(f"[{_name(output, sample)}] ", highlight=False, end="")
+            Transcript(screen).end(sample)
+
+
+def _print_details(screen: Console, outputs: Sequence[RequestOutput], show_ids: bool) -> None:
+    for output in outputs:
+        if show_ids:
+            screen.out(f"prompt ids {output.request_id}: {_spaced(output.prompt_token_ids)}")
+        for sample in output.outputs:
+            name = _name(output, sample)
+            if show_ids:
+                screen.out(f"output ids {name}: {_spaced(sample.token_ids)}")
+            found = sample.logprobs
+            if found is None:
+                continue
+            screen.out(f"log-probs {name}: token id, its log-prob, likeliest ids with theirs")
+            rows = zip(sample.token_ids, found.token, found.top_ids, found.top, strict=True)
+            for token, own, ids, tops in rows:
+                likeliest = (f"{i}:{p:.4f}" for i, p in zip(ids, tops, strict=True))
+                screen.out(" ".join([f"  {token} {own:.4f} ", *likeliest]))
+
+
+def _name(output: RequestOutput, sample: CompletionOutput) -> str:
+    return output.request_id if not sample.index else f"{output.request_id}.{sample.index}"
+
+
+def _spaced(ids: Iterable[int]) -> str:
+    return " ".join(map(str, ids))

@@ -1,0 +1,298 @@
+"""`LLM`: prompts in, one `RequestOutput` per prompt out, in order, whatever fails."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax import env as environment
+from deepinfer_jax import settings
+from deepinfer_jax.assembly import Assembled, assemble, engram_memory
+from deepinfer_jax.checkpoint.hub import resolve_model
+from deepinfer_jax.engine.admission import Admission, Request
+from deepinfer_jax.engine.engine import Engine, Limits, Meter
+from deepinfer_jax.errors import ConfigError, DeepInferError
+from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
+from deepinfer_jax.request import (
+    RequestOutput,
+    SamplingParams,
+)
+from deepinfer_jax.runner.compile import keep_compiled
+from deepinfer_jax.text.compressed_ids import check_compressed_map, compressed_token_map
+from deepinfer_jax.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | np.ndarray
+Reporter = Callable[[str, float, float], None]
+_DEFAULT = "nano"
+
+
+class LLM:
+    """A network with its tokenizer, ready to answer."""
+
+    def __init__(
+        self,
+        model: str | Path = _DEFAULT,
+        *,
+        tokenizer: str | Path | None = None,
+        config: str | Path | None = None,
+        overrides: Sequence[str] = (),
+        progress: Reporter | None = None,
+        **engine: Any,
+    ):
+        """Load a model and place it on the device.
+
+        Args:
+            model: a packaged model's name, a model folder, or a Hugging Face repository. The
+                default gives way to a config and to DEEPINFER_HF_MODEL_DIR.
+            tokenizer: a tokenizer.json or its folder; the model's own when left out.
+            config: name or file of an engine config.
+            overrides: texts `a.b=c`, as `--set` takes them.
+            progress: called with (what, done, total) while loading and after each compilation.
+            engine: fields of `EngineConfig`, such as `max_num_seqs`.
+
+        Raises:
+            DeepInferError: whatever cannot be used, before anything is computed.
+        """
+        known = {f.name for f in dataclasses.fields(settings.EngineConfig)}
+        unknown = sorted(set(engine) - known)
+        if unknown:
+            raise TypeError(
+                f"LLM() got {', '.join(unknown)}, which it does not know. "
+                f"A misspelt option would be lost without a trace. "
+                f"The engine's options are {', '.join(sorted(known))}."
+            )
+        explicit = dict(engine)
+        if model != _DEFAULT:
+            explicit["model"] = str(model)
+        self._env = environment.read()
+        asked = settings.load(config, overrides, env=self._env, explicit=explicit)
+        asked, folder = _located(asked, self._env)
+        self._settings, self._progress = asked, progress
+        self.config = asked.model_config()
+        self.tokenizer = _tokenizer(tokenizer, folder, self.config)
+        token_map = compressed_token_map(self.tokenizer)
+        check_compressed_map(token_map, self.config)
+        place = asked.engine.compile_cache_dir
+        kept = None if place is None else keep_compiled(Path(place))
+        self.assembled = assemble(folder, self.config, asked.engine, token_map, progress=progress)
+        self._engine = self._make_engine(token_map, kept)
+        self._admission = Admission(self.tokenizer, self.config, self.max_model_len)
+
+    def _make_engine(self, token_map: np.ndarray, kept: Path | None) -> Engine:
+        asked, net = self._settings.engine, self.assembled
+        progress = self._progress
+
+        def report(name: str, seconds: float) -> None:
+            if progress is not None:
+                progress(f"compiled {name}", seconds, seconds)
+
+        return Engine(
+            net.network,
+            net.params,
+            net.mesh,
+            limits=Limits(asked.max_num_seqs, net.positions, asked.prefill_chunk),
+            draw=asked.sampler,
+            logprobs=asked.logprobs_mode,
+            memory=_host_memory(net, token_map) if net.tables else None,
+            report=report,
+            kept=kept,
+        )
+
+    @property
+    def meter(self) -> Meter:
+        """Counts and seconds since the model was loaded."""
+        return self._engine.meter
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self.assembled.positions
+
+    def prepare(
+        self, prompt_tokens: Iterable[int] = (1,), sequences: int = 1, logprobs: int = 0
+    ) -> None:
+        """Compile ahead, side by side, what the first answers will need.
+
+        Args:
+            prompt_tokens: lengths of the prompts, in tokens.
+            sequences: how many run at the same time.
+            logprobs: top log-probs that will be asked for.
+        """
+        self._engine.prepare(tuple(prompt_tokens), sequences, logprobs)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool | Callable[[int, int], None] = True,
+        multi_modal_data: Any = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts.
+
+        Args:
+            prompts: texts (BOS is put before them) or lists of token ids.
+            sampling_params: one for all, or one per prompt; the default draws 16 tokens.
+            prompt_token_ids: ids instead of, or for, `prompts`; they win.
+            use_tqdm: a function called with (finished, all) prompts, for a progress bar; True and
+                False are accepted and show nothing, since only commands print.
+            multi_modal_data: refused; images are not supported yet.
+
+        Returns:
+            One output per prompt, in order. A prompt that cannot run has `.error` and no outputs.
+        """
+        requests = self._admission.prompts(
+            prompts, sampling_params, prompt_token_ids, multi_modal_data
+        )
+        tell = use_tqdm if callable(use_tqdm) else None
+        for _ in self._run(requests, tell):
+            pass
+        return [self._shown(request) for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        multi_modal_data: Any = None,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but yields each prompt's output so far after every step.
+
+        The last output of a prompt has `finished` set.
+        """
+        requests = self._admission.prompts(
+            prompts, sampling_params, prompt_token_ids, multi_modal_data
+        )
+        return self._stream(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        thinking: bool | None = True,
+        effort: str | int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: Any = None,
+        response_format: Any = None,
+        task: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several; messages as in the chat completions protocol.
+
+        `.outputs[i].text` is the answer, `.reasoning` and `.tool_calls` stand beside it. The other
+        arguments are those of the renderer.
+        """
+        options = {
+            "thinking": thinking,
+            "effort": effort,
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "response_format": response_format,
+            "task": task,
+        }
+        requests = self._admission.chats(messages, sampling_params, options)
+        for _ in self._run(requests, None):
+            pass
+        return [self._shown(request) for request in requests]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> Iterator[RequestOutput]:
+        """As `chat`, step by step as `stream`."""
+        return self._stream(self._admission.chats(messages, sampling_params, options))
+
+    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        for request in requests:
+            if request.error is not None:
+                yield self._shown(request)
+        for touched in self._run(requests, None):
+            for request in touched:
+                yield self._shown(request)
+
+    def _run(
+        self, requests: list[Request], tell: Callable[[int, int], None] | None
+    ) -> Iterator[list[Request]]:
+        owner = {id(s): r for r in requests for s in r.samples}
+        now = time.perf_counter()
+        for request in requests:
+            request.started = now
+        running = [s for r in requests for s in r.samples]
+        for stepped in self._engine.run(running):
+            touched = list({id(owner[id(s)]): owner[id(s)] for s in stepped}.values())
+            for request in touched:
+                if request.first_token is None:
+                    request.first_token = time.perf_counter()
+            if tell is not None:
+                done = sum(all(s.finished for s in r.samples) for r in requests)
+                tell(done, len(requests))
+            yield touched
+
+    def _shown(self, request: Request) -> RequestOutput:
+        return request.output(self._settings.engine.logprobs_mode)
+
+    def manifest(self) -> dict[str, Any]:
+        """What decides this engine's results, as plain JSON values."""
+        net = self.assembled
+        return {
+            "config": self._settings.digest(),
+            "checkpoint": net.digest,
+            "tokenizer": self.tokenizer.digest,
+            "arithmetic": net.network.arithmetic.name,
+            "max_model_len": net.positions,
+            "kernels": [dataclasses.asdict(row) for row in net.network.ops.rows()],
+            "settings": [
+                {"key": key, "value": value, "source": source}
+                for key, value, source in self._settings.sources
+            ],
+        }
+
+
+def _located(asked: settings.Settings, env: environment.Env) -> tuple[settings.Settings, Path]:
+    """The settings with a folder for the model, downloaded if it is a repository."""
+    if asked.network is not None:
+        raise ConfigError(
+            f"The config {asked.engine.model} describes a network, but no weights.",
+            "LLM answers with weights; a network without them can only be planned.",
+            "Name a model folder, a repository, or the packaged model nano.",
+        )
+    try:
+        folder = asked.folder
+        assert folder is not None, "a stored model has a folder"
+        return asked, folder
+    except DeepInferError:
+        if "/" not in asked.engine.model or Path(asked.engine.model).exists():
+            raise
+    found = resolve_model(asked.engine.model, local_dir_override=env.hf_model_dir)
+    engine = dataclasses.replace(asked.engine, model=str(found.path))
+    return dataclasses.replace(asked, engine=engine), found.path
+
+
+def _tokenizer(given: str | Path | None, folder: Path, config: Any) -> Tokenizer:
+    path = Path(given) if given is not None else folder
+    if path.is_file():
+        return Tokenizer.from_file(path, config)
+    return Tokenizer.from_folder(path, config)
+
+
+def _host_memory(net: Assembled, token_map: np.ndarray) -> Callable[..., Any]:
+    """Looks up Engram rows of tables that are not on the device, from a sequence's ids."""
+    config = net.network.config
+    constants, order = engram_hash(config), config.engram_max_ngram_size
+    pad, dtype = int(token_map[config.engram_pad_token_id]), net.network.arithmetic.dtype
+    compressed = token_map.copy()
+    if config.image_token_id is not None:
+        compressed[config.image_token_id] = -1  # as on the device, an image token blocks n-grams
+
+    def memory(ids: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        # Only the look-back is needed, so a decode step stays cheap in a long sequence.
+        first = max(0, start - order + 1)
+        rows = hash_rows(constants, compressed[ids[first:stop]], pad)[start - first :]
+        return engram_memory(net.tables, rows, dtype)
+
+    return memory

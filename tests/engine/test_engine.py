@@ -1,0 +1,194 @@
+"""Engines that differ from the default one: where tables lie, samplers, and damaged weights."""
+
+import numpy as np
+import pytest
+from short_llm import compiled_programs, letters, open_llm, write_short_model
+
+from deepinfer_jax import SamplingParams
+from deepinfer_jax.errors import CheckpointError, RequestError
+from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
+from deepinfer_jax.text.compressed_ids import compressed_token_map
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+IMAGE = 272
+# The first token is an image token: it blocks the n-grams of those after it.
+FORCED = SamplingParams(
+    temperature=0, max_tokens=10, ignore_eos=True, logprobs=0, golden_token_ids=[IMAGE]
+)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    with compiled_programs(tmp_path_factory.getbasetemp()) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_short_model(tmp_path_factory.mktemp("model") / "short")
+
+
+@pytest.fixture(scope="module")
+def llm(folder, compiled):
+    return open_llm(folder, compiled)
+
+
+@pytest.fixture
+def variant(tmp_path, compiled):
+    def made(*, change=lambda w: None, spoil=lambda w: None, **engine):
+        place = write_short_model(tmp_path / "variant", change=change, spoil=spoil)
+        return open_llm(place, compiled, **engine)
+
+    return made
+
+
+def only(outputs):
+    (request,) = outputs
+    assert request.error is None
+    return request.outputs[0]
+
+
+@pytest.mark.parametrize("place", ["host", "mmap"])
+def test_engram_tables_off_the_device_give_the_same_tokens(llm, folder, compiled, place):
+    expected = only(llm.generate("x" * 70, FORCED))
+    apart = open_llm(folder, compiled, engram=place)
+    assert len(apart.assembled.tables) == 2 and apart.assembled.params.engram_tables == ()
+    made = only(apart.generate("x" * 70, FORCED))
+    assert made.token_ids == expected.token_ids
+    np.testing.assert_allclose(made.logprobs.token, expected.logprobs.token, atol=1e-5)
+
+
+def test_a_table_row_on_disk_that_is_no_number_fails_only_who_reads_it(llm, variant):
+    config, tokens = llm.config, compressed_token_map(llm.tokenizer)
+    pad = int(tokens[config.engram_pad_token_id])
+
+    def rows(ids):
+        return hash_rows(engram_hash(config), tokens[np.asarray(ids)], pad)[:, 0]
+
+    good, bad = [0, *letters("abc")], [0, *letters("abd")]
+    row = next(iter(set(rows(bad)[-1]) - set(rows(good).flat) - set(rows([*good, 80]).flat)))
+
+    def spoil(stored):
+        stored["layers.1.engram.embed.scale"].view(np.uint8)[row] = 255
+
+    broken = variant(spoil=spoil, engram="mmap")
+    first = SamplingParams(golden_token_ids=[80], max_tokens=1)
+    outputs = broken.generate([good, bad, good], first)
+    assert [o.error is None for o in outputs] == [True, False, True]
+    assert isinstance(outputs[1].error, CheckpointError)
+    assert "layers.1.engram.embed.scale" in str(outputs[1].error)
+    assert outputs[1].outputs[0].finish_reason == "error"
+    # The same row, met while decoding: what was produced before it stays.
+    params = SamplingParams(golden_token_ids=letters("d"), max_tokens=3, ignore_eos=True)
+    (late,) = broken.generate([[0, *letters("ab")]], params)
+    assert isinstance(late.error, CheckpointError) and late.finished
+    assert late.outputs[0].token_ids == tuple(letters("d"))
+    assert late.outputs[0].finish_reason == "error"
+
+
+def poison(weights):
+    weights["embed.weight"][letters("Z")] = np.nan
+
+
+def test_a_row_that_is_not_finite_fails_alone(llm, variant):
+    broken = variant(change=poison)
+    expected = [o.outputs[0] for o in llm.generate(["abc", "abd"], GREEDY)]
+    outputs = broken.generate(["abc", "aZc", "abd", "xxZ"], GREEDY)
+    for failed, length in ((outputs[1], 4), (outputs[3], 4)):
+        assert isinstance(failed.error, RequestError) and failed.finished
+        assert str(failed.error) == (
+            f"The logits after token {length} hold NaN or infinity. No token can be drawn from "
+            "such a distribution. Check the checkpoint's digest; if it is right, report the prompt."
+        )
+        assert failed.outputs[0].finish_reason == "error" and failed.outputs[0].token_ids == ()
+    for made, alone in zip((outputs[0], outputs[2]), expected, strict=True):
+        assert made.error is None and made.outputs[0].token_ids == alone.token_ids
+        np.testing.assert_allclose(made.outputs[0].logprobs.token, alone.logprobs.token, atol=1e-5)
+    # The slots of the failed ones hold NaN now; their next owners must not see it.
+    for _ in range(2):
+        again = [o.outputs[0].token_ids for o in broken.generate(["abc", "abd"] * 2, GREEDY)]
+        assert again == [e.token_ids for e in expected] * 2
+
+
+def test_equal_logits_give_the_lowest_id(variant):
+    def tie(weights):
+        weights["head.weight"][:] = 0
+
+    made = only(variant(change=tie).generate("Hello", GREEDY))
+    assert made.token_ids == (0,) * 6
+    np.testing.assert_allclose(made.logprobs.token, -np.log(288), rtol=1e-5)
+
+
+def test_the_original_sampler_repeats_itself_and_agrees_where_nothing_is_random(
+    llm, folder, compiled
+):
+    original = open_llm(folder, compiled, sampler="original")
+    assert (
+        only(original.generate("Hello", GREEDY)).token_ids
+        == only(llm.generate("Hello", GREEDY)).token_ids
+    )
+    drawn = SamplingParams(seq_seed=5, max_tokens=12, ignore_eos=True, logprobs=0)
+    first = only(original.generate("Hello", drawn))
+    assert only(original.generate("Hello", drawn)).token_ids == first.token_ids
+    other = SamplingParams(seq_seed=6, max_tokens=12, ignore_eos=True)
+    assert only(original.generate("Hello", other)).token_ids != first.token_ids
+    narrow = SamplingParams(seq_seed=5, max_tokens=6, ignore_eos=True, top_k=1)
+    assert (
+        only(original.generate("Hello", narrow)).token_ids
+        == only(llm.generate("Hello", GREEDY)).token_ids
+    )
+
+
+def test_processed_log_probs_are_those_of_the_distribution_that_was_drawn_from(
+    llm, folder, compiled
+):
+    processed = open_llm(folder, compiled, logprobs_mode="processed")
+    params = {"max_tokens": 6, "ignore_eos": True, "logprobs": 4, "seq_seed": 9}
+    made = only(processed.generate("Hello", SamplingParams(top_k=3, **params)))
+    kept = made.logprobs
+    assert kept.mode == "processed"
+    np.testing.assert_allclose(np.exp(kept.top[:, :3]).sum(-1), 1, rtol=1e-5)
+    assert (kept.top[:, 3] == -np.inf).all()
+    for token, logprob, ids, tops in zip(
+        made.token_ids, kept.token, kept.top_ids, kept.top, strict=True
+    ):
+        assert logprob == tops[ids.tolist().index(token)]
+    greedy = only(processed.generate("Hello", SamplingParams(temperature=0, **params)))
+    assert (greedy.logprobs.token == 0).all()
+    raw = only(llm.generate("Hello", SamplingParams(top_k=3, **(params | {"logprobs": 0}))))
+    assert raw.token_ids == made.token_ids and (raw.logprobs.token < kept.token).all()
+
+
+def test_what_is_compiled_is_reported_once(folder, compiled):
+    calls = []
+    llm = open_llm(folder, compiled, progress=lambda *call: calls.append(call[0]))
+    llm.generate(["Hello", "a"], GREEDY)
+    llm.generate(["b", "c"], GREEDY)
+    names = [name for name in calls if name.startswith("compiled ")]
+    assert names == ["compiled prefill, 64 rows", "compiled decode, 4 rows"]
+    assert {"digest", "load"} <= set(calls)
+    assert llm.meter.compile_s > 0
+
+
+def test_a_program_is_lowered_once_and_read_from_its_folder_after_that(
+    folder, compiled, monkeypatch
+):
+    first = open_llm(folder, compiled)
+    first.prepare([5], sequences=2)
+    expected = only(first.generate("Hello", GREEDY))
+    monkeypatch.setattr("jax.export.export", None)  # lowering again would fail here
+    second = open_llm(folder, compiled)
+    second.prepare([5], sequences=2)
+    made = only(second.generate("Hello", GREEDY))
+    assert made.token_ids == expected.token_ids
+    np.testing.assert_array_equal(made.logprobs.token, expected.logprobs.token)
+
+
+def test_what_is_prepared_does_not_compile_again(folder, compiled):
+    calls = []
+    llm = open_llm(folder, compiled, progress=lambda *call: calls.append(call[0]))
+    llm.prepare([5, 70], sequences=1)
+    prepared = [name for name in calls if name.startswith("compiled ")]
+    assert sorted(prepared) == ["compiled decode, 1 rows", "compiled prefill, 64 rows"]
+    llm.generate("x" * 70, GREEDY)
+    assert [name for name in calls if name.startswith("compiled ")] == prepared

@@ -1,0 +1,135 @@
+import tomllib
+
+import numpy as np
+import pytest
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine.engine import Limits
+from deepinfer_jax.engine.sequence import Sequence, pack_draw
+from deepinfer_jax.errors import RequestError
+from deepinfer_jax.request import SamplingParams
+from deepinfer_jax.settings import package_folder
+from deepinfer_jax.text.output import PlainText
+from deepinfer_jax.text.tokenizer import Tokenizer
+
+EOS, LIMIT = 1, 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    text = (package_folder("configs") / "tiny.toml").read_text()
+    config = ModelConfig.from_dict(tomllib.loads(text)["model"])
+    return Tokenizer.from_folder(package_folder("models") / "tiny_tokenizer", config)
+
+
+@pytest.fixture
+def make(tokenizer):
+    def sequence(**params):
+        given = SamplingParams(**params)
+        text = PlainText(tokenizer, tuple(given.stop))
+        return Sequence(0, 0, np.array([0, 5], np.int32), given, 7, text)
+
+    return sequence
+
+
+def take(sequence, tokens):
+    for token in tokens:
+        assert not sequence.finished
+        sequence.append(token, eos=EOS, limit=LIMIT)
+    return sequence.finish_reason, sequence.stop_reason, sequence.text.text
+
+
+def letters(text):
+    return [3 + b for b in text.encode()]
+
+
+def test_the_end_of_sequence_token_ends_it_without_text(make):
+    sequence = make()
+    assert take(sequence, [*letters("ab"), EOS]) == ("stop", None, "ab")
+    assert sequence.completion("raw").token_ids == (*letters("ab"), EOS)
+
+
+def test_ignoring_the_end_goes_on_to_the_last_token(make):
+    reason, stop, text = take(make(ignore_eos=True, max_tokens=3), [EOS, *letters("ab")])
+    assert (reason, stop) == ("length", None) and text.endswith("ab")
+
+
+def test_a_stop_token_is_reported_and_wins_nothing_over_the_end(make):
+    assert take(make(stop_token_ids=[9, EOS]), [*letters("a"), 9]) == ("stop", 9, "a")
+    assert take(make(stop_token_ids=[9, EOS]), [EOS]) == ("stop", None, "")
+    assert take(make(stop_token_ids=[EOS], ignore_eos=True), [EOS]) == ("stop", EOS, "")
+
+
+def test_a_stop_string_across_tokens_is_cut_and_was_never_shown(make):
+    sequence, shown = make(stop=["END", "EX"]), []
+    for token in letters("aENbEND"):
+        sequence.append(token, eos=EOS, limit=LIMIT)
+        shown.append(sequence.completion("raw").text)
+    assert shown == ["a", "a", "a", "aENb", "aENb", "aENb", "aENb"]
+    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", "END")
+
+
+def test_text_held_back_for_a_stop_string_is_released_at_another_end(make):
+    assert take(make(stop=["END"]), [*letters("aEN"), EOS]) == ("stop", None, "aEN")
+    assert take(make(stop=["END"], max_tokens=3), letters("aEN")) == ("length", None, "aEN")
+
+
+def test_a_stop_string_in_the_last_token_beats_the_length(make):
+    assert take(make(stop=["b"], max_tokens=2), letters("ab")) == ("stop", "b", "a")
+
+
+def test_max_tokens_and_the_engines_limit_end_it_by_length(make):
+    assert take(make(max_tokens=2), letters("ab"))[0] == "length"
+    sequence = make(max_tokens=100)
+    assert take(sequence, letters("a" * 18))[0] == "length"
+    assert sequence.length == LIMIT
+
+
+def test_an_unfinished_character_becomes_a_replacement_at_the_end(make):
+    sequence = make()
+    assert take(sequence, letters("é")[:1]) == (None, None, "")
+    assert take(sequence, [EOS]) == ("stop", None, "\ufffd")
+
+
+def test_forced_tokens_come_by_output_index(make):
+    sequence = make(golden_token_ids=[8, 9])
+    assert sequence.forced == 8
+    take(sequence, [8])
+    assert sequence.forced == 9
+    take(sequence, [9])
+    assert sequence.forced is None
+    assert make().forced is None
+
+
+def test_a_failure_keeps_what_was_produced(make):
+    sequence, error = make(logprobs=2), RequestError("What.", "Why.", "Do.")
+    sequence.record(-1.5, np.array([4, 5], np.int32), np.array([-1.0, -1.5], np.float32))
+    take(sequence, letters("a"))
+    sequence.fail(error)
+    done = sequence.completion("processed")
+    assert (done.text, done.finish_reason, sequence.error) == ("a", "error", error)
+    assert done.logprobs is not None and done.logprobs.mode == "processed"
+    assert done.cumulative_logprob == -1.5 and done.logprobs.top_ids.tolist() == [[4, 5]]
+
+
+def test_draws_are_packed_with_greedy_padding(make):
+    a, b = make(temperature=0.5, top_k=3), make(top_p=0.25)
+    take(b, letters("ab"))
+    packed = pack_draw([a, b], 4)
+    assert packed.temperature.tolist() == [0.5, 1, 0, 0]
+    assert packed.top_p.tolist() == [1, 0.25, 1, 1]
+    assert packed.top_k.tolist() == [3, -1, -1, -1]
+    assert packed.position.tolist() == [2, 4, 0, 0]
+    assert packed.seed.tolist() == [[7, 0], [7, 0], [0, 0], [0, 0]]
+    kinds = [packed.temperature.dtype, packed.top_k.dtype, packed.seed.dtype]
+    assert kinds == [np.float32, np.int32, np.uint32]
+
+
+def test_programs_come_in_few_sizes():
+    limits = Limits(slots=24, positions=4096, prefill_rows=512)
+    assert {limits.prompt_rows(n) for n in range(1, 513)} == {128, 256, 512}
+    assert {limits.decode_rows(n) for n in range(1, 25)} == {1, 4, 16, 24}
+    assert all(limits.prompt_rows(n) >= n for n in range(1, 513))
+    assert all(limits.decode_rows(n) >= n for n in range(1, 25))
+    assert Limits(4, 64, 64).prompt_rows(3) == 64
+    assert Limits(4, 64, 200).prompt_rows(199) == 200
