@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from deepinfer_jax import env as environment
@@ -16,11 +17,14 @@ from deepinfer_jax.engine.admission import Admission, Request
 from deepinfer_jax.engine.engine import Engine, Limits, Meter
 from deepinfer_jax.errors import ConfigError, DeepInferError
 from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
+from deepinfer_jax.ops.device import free_bytes
+from deepinfer_jax.report.plan import MemoryPlan, nbytes
 from deepinfer_jax.request import (
     RequestOutput,
     SamplingParams,
 )
 from deepinfer_jax.runner.compile import keep_compiled
+from deepinfer_jax.runner.step import init_state
 from deepinfer_jax.text.compressed_ids import check_compressed_map, compressed_token_map
 from deepinfer_jax.text.tokenizer import Tokenizer
 
@@ -77,7 +81,15 @@ class LLM:
         check_compressed_map(token_map, self.config)
         place = asked.engine.compile_cache_dir
         kept = None if place is None else keep_compiled(Path(place))
-        self.assembled = assemble(folder, self.config, asked.engine, token_map, progress=progress)
+        self._free = free_bytes(jax.devices()[0])
+        self.assembled = assemble(
+            folder,
+            self.config,
+            asked.engine,
+            token_map,
+            progress=progress,
+            available_bytes=self._free,
+        )
         self._engine = self._make_engine(token_map, kept)
         self._admission = Admission(self.tokenizer, self.config, self.max_model_len)
 
@@ -235,6 +247,24 @@ class LLM:
 
     def _shown(self, request: Request) -> RequestOutput:
         return request.output(self._settings.engine.logprobs_mode)
+
+    def plan(self) -> MemoryPlan:
+        """What this engine holds in memory, by part."""
+        params, engine = self.assembled.params, self._settings.engine
+        tables = nbytes(params.engram_tables)
+        state = jax.eval_shape(
+            lambda: init_state(
+                self.assembled.network, slots=engine.max_num_seqs, positions=self.max_model_len
+            )
+        )
+        return MemoryPlan(
+            weights=nbytes(params) - tables,
+            engram_tables=tables,
+            cache=nbytes(state),
+            slots=engine.max_num_seqs,
+            positions=self.max_model_len,
+            free=self._free,
+        )
 
     def manifest(self) -> dict[str, Any]:
         """What decides this engine's results, as plain JSON values."""

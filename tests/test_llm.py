@@ -18,7 +18,7 @@ from short_llm import (
 
 from deepinfer_jax import LLM, SamplingParams
 from deepinfer_jax.assembly import assemble
-from deepinfer_jax.errors import CheckpointError, ConfigError, RequestError
+from deepinfer_jax.errors import CheckpointError, ConfigError, MemoryPlanError, RequestError
 from deepinfer_jax.request import sample_seed
 from deepinfer_jax.runner.trace import TraceInput, run_trace
 from deepinfer_jax.settings import EngineConfig, package_folder
@@ -345,6 +345,25 @@ def test_the_manifest_is_plain_stable_and_tells_engines_apart(llm, folder, compi
     assert (manifest["arithmetic"], manifest["max_model_len"]) == ("f32", LIMIT)
     sources = {row["key"]: row["source"] for row in manifest["settings"]}
     assert (sources["engine.max_num_seqs"], sources["engine.sampler"]) == ("explicit", "default")
+
+
+def test_the_plan_counts_what_is_held(llm):
+    plan = llm.plan()
+    assert (plan.slots, plan.positions) == (SLOTS, LIMIT)
+    tables = sum(rows * 32 for rows in llm.config.engram_num_embeddings)
+    assert plan.engram_tables == 4 * tables
+    window = 5 * SLOTS * (16 + 6) * 64
+    entries = SLOTS * (LIMIT // 2 + LIMIT) * (64 + 32)
+    assert 4 * (window + entries) <= plan.cache < 4 * (window + entries) * 1.1
+    assert plan.total == plan.weights + plan.engram_tables + plan.cache
+    assert plan.fits in (True, None)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(folder, compiled, monkeypatch):
+    monkeypatch.setattr("deepinfer_jax.llm.free_bytes", lambda device: 1000)
+    with pytest.raises(MemoryPlanError) as caught:
+        open_llm(folder, compiled)
+    assert "are available" in caught.value.what and "packed" in caught.value.do
 
 
 def test_an_unknown_argument_is_a_type_error_with_the_legal_ones(folder):

@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepinfer_jax.errors import NoKernelError
@@ -79,3 +80,18 @@ class Device:
 def _parse_capability(text: str) -> tuple[int, int] | None:
     major, dot, minor = text.partition(".")
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
+
+
+def free_bytes(device: Any) -> int | None:
+    """Memory that a `jax.Device` can still give, in bytes; None when the system does not tell."""
+    if device.platform == "cpu":
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+        except OSError:
+            return None
+        found = next((line for line in lines if line.startswith("MemAvailable:")), None)
+        return None if found is None else int(found.split()[1]) * 1024
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

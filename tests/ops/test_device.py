@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from deepinfer_jax.errors import NoKernelError
-from deepinfer_jax.ops.device import KINDS, Device
+from deepinfer_jax.ops.device import KINDS, Device, free_bytes
 
 
 @dataclass
@@ -54,3 +54,20 @@ def test_every_kind_can_be_described_while_absent(kind):
 def test_describing_an_unknown_kind_names_the_nearest():
     with pytest.raises(NoKernelError, match=r"'sm99'.*nearest: sm90"):
         Device.described("sm99")
+
+
+class Stats:
+    platform = "gpu"
+
+    def __init__(self, stats):
+        self.stats = stats
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_free_memory_is_read_from_the_device_or_the_system():
+    assert free_bytes(Stats({"bytes_limit": 100, "bytes_in_use": 30})) == 70
+    assert free_bytes(Stats(None)) is None
+    here = free_bytes(jax.devices()[0])
+    assert here is None or 0 < here < 1 << 50
