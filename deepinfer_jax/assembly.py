@@ -1,6 +1,6 @@
 """From settings to a network on a device: weights stacked and placed, kernels chosen."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -148,12 +148,3 @@ def engram_memory(
         table.rows(rows[:, i]).reshape(rows.shape[0], -1).astype(dtype)
         for i, table in enumerate(tables)
     )
-
-
-def abstract_leaf(dtypes: Mapping[str, np.dtype], default: np.dtype) -> Callable[..., object]:
-    """A `leaf` for `build_params` that gives shapes instead of weights."""
-
-    def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.full_shape, dtypes.get(spec.stored, default))
-
-    return shape
