@@ -167,9 +167,6 @@ def test_missing_weights_are_refused_in_three_sentences(deepinfer, tmp_path):
     ]
 
 
-@pytest.mark.skipif(
-    not (NANO / "model.safetensors").exists(), reason="this tree has no weights of nano"
-)
 def test_the_packaged_model_answers_all_three(deepinfer, tmp_path, no_compile_cache):
     cache = f"engine.compile_cache_dir={tmp_path}"
     code, out, _ = deepinfer("demo", "--json", "--quiet", "--set", cache)
