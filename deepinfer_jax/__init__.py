@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepinfer_jax.llm import LLM as LLM
     from deepinfer_jax.request import RequestOutput as RequestOutput
-    from deepinfer_jax.request import SamplingParams as SamplingParams
+    from deepinfer_jax.sampling_params import SamplingParams as SamplingParams
     from deepinfer_jax.settings import EngineConfig as EngineConfig
 
 _HOMES = {
     "LLM": "llm",
-    "SamplingParams": "request",
+    "SamplingParams": "sampling_params",
     "RequestOutput": "request",
     "EngineConfig": "settings",
 }

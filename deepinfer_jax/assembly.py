@@ -6,22 +6,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
 from deepinfer_jax.checkpoint.engram import EngramTable
 from deepinfer_jax.checkpoint.inventory import scale_name
 from deepinfer_jax.checkpoint.load import EngramPlace, Formats, Loaded, load
+from deepinfer_jax.checkpoint.shards import open_checkpoint
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.arithmetic import arithmetic
-from deepinfer_jax.model.engram_hash import engram_hash
-from deepinfer_jax.model.params import Params, ParamSpec, build_params, stack
+from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
+from deepinfer_jax.model.params import Params, ParamSpec, build_params, param_specs
 from deepinfer_jax.model.transformer import Network
-from deepinfer_jax.ops.device import Device
+from deepinfer_jax.ops.device import Device, devices
 from deepinfer_jax.ops.packed import Packed
 from deepinfer_jax.ops.table import select
+from deepinfer_jax.report.plan import PACKED, MemoryPlan, fitting_plan, stored_bytes
 from deepinfer_jax.runner.compile import one_device_mesh, replicated
 from deepinfer_jax.settings import EngineConfig
 
@@ -37,7 +38,7 @@ class Assembled:
         params: weights on the device.
         tables: Engram tables left in host memory or on disk, in layer order; empty otherwise.
         mesh: the devices.
-        positions: longest sequence, prompt and output together, in tokens.
+        plan: what is held once the caches are made, in bytes.
         digest: of the checkpoint's bytes.
     """
 
@@ -45,22 +46,13 @@ class Assembled:
     params: Params
     tables: tuple[EngramTable, ...]
     mesh: Mesh
-    positions: int
+    plan: MemoryPlan
     digest: str | None
 
-
-def max_length(engine: EngineConfig, config: ModelConfig) -> int:
-    """The longest sequence in tokens: as asked, at most what the model was made for."""
-    limit = config.max_position_embeddings
-    if engine.max_model_len is None:
-        return limit
-    if engine.max_model_len > limit:
-        raise ConfigError(
-            f"engine.max_model_len is {engine.max_model_len}; the model's limit is {limit}.",
-            "Beyond its limit the rotary tables were never trained.",
-            f"Set it to at most {limit}, or leave it out.",
-        )
-    return engine.max_model_len
+    @property
+    def positions(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+        return self.plan.positions
 
 
 def _check_engram(config: ModelConfig) -> None:
@@ -75,14 +67,62 @@ def _check_engram(config: ModelConfig) -> None:
         )
 
 
-def _leaf(loaded: Loaded, dtype: np.dtype) -> Callable[[ParamSpec], Any]:
+def _outside(folder: Path, config: ModelConfig) -> int:
+    """Bytes of the stored Engram tables, scales included, from the files' headers."""
+    stored = open_checkpoint(folder).tensors
+    weights = [f"layers.{layer}.engram.embed.weight" for layer in config.engram_layer_ids]
+    names = [name for weight in weights for name in (weight, scale_name(weight))]
+    return sum(stored[name].nbytes for name in names if name in stored)
+
+
+def _stacked(
+    spec: ParamSpec, read: Callable[[str], np.ndarray], tell: Callable[[int], None]
+) -> np.ndarray:
+    """The leaf of `spec`, filled tensor by tensor, so that one more than the leaf is held."""
+    names, out = spec.tensor_names(), None
+    for i, row in enumerate(names):
+        for e, name in enumerate(row):
+            part = read(name)
+            if out is None:
+                out = np.empty((len(names), len(row), *part.shape), part.dtype)
+            out[i, e] = part
+            tell(part.nbytes)
+    assert out is not None, "a leaf has at least one tensor"
+    lead = spec.full_shape[: len(spec.full_shape) - len(spec.shape)]
+    return out.reshape(*lead, *out.shape[2:])
+
+
+def _teller(total: int, progress: Progress | None) -> Callable[[int], None]:
+    """Adds up the bytes that it is called with and passes them on."""
+    done = 0
+
+    def tell(more: int) -> None:
+        nonlocal done
+        done += more
+        if progress is not None:
+            progress("load", done, total)
+
+    return tell
+
+
+def _leaf(
+    loaded: Loaded,
+    dtype: np.dtype,
+    place: Callable[[np.ndarray], jax.Array],
+    tell: Callable[[int], None],
+) -> Callable[[ParamSpec], Any]:
+    """Makes one leaf of the tree and places it before the next is read."""
+
     def read(spec: ParamSpec) -> Any:
-        if loaded.formats == "packed" and spec.stored in ("q8", "q4", "table"):
-            codes: Any = stack(spec, lambda name: loaded.tensors[name])
-            scale: Any = stack(spec, lambda name: loaded.tensors[scale_name(name)].view(np.uint8))
+        def made(find: Callable[[str], np.ndarray]) -> Any:
+            return place(_stacked(spec, find, tell))
+
+        if loaded.formats == "packed" and spec.stored in PACKED:
+            codes = made(lambda name: loaded.tensors[name])
+            scale = made(lambda name: loaded.tensors[scale_name(name)].view(np.uint8))
             return Packed(codes=codes, scale=scale)
         kept = np.dtype(np.float32) if spec.stored == "f32" else dtype
-        return stack(spec, lambda name: loaded.tensors[name].astype(kept, copy=False))
+        return made(lambda name: loaded.tensors[name].astype(kept, copy=False))
 
     return read
 
@@ -94,10 +134,15 @@ def assemble(
     token_map: np.ndarray,
     *,
     traced: bool = False,
+    tokenizer_sha256: str | None = None,
     progress: Progress | None = None,
     available_bytes: int | None = None,
 ) -> Assembled:
-    """Load the checkpoint in `folder` and place it.
+    """Load the checkpoint in `folder` and place it, leaf by leaf.
+
+    A weight that the release stores in BF16 is held in the arithmetic's type. Some exports store
+    compressor weights and Engram gates in float32; those become BF16 under `release`, which is
+    what the release holds, and changes nothing where the export only widened them.
 
     Args:
         folder: holds the weights.
@@ -105,39 +150,54 @@ def assemble(
         engine: how to run it.
         token_map: int32 [vocab], compressed token ids.
         traced: the network records its inside (`trace`).
+        tokenizer_sha256: of tokenizer.json; refused if the weights name another.
         progress: called with (phase, done bytes, total bytes).
-        available_bytes: memory there is; None to leave the check out.
+        available_bytes: memory that the device can give; None to leave the check out.
+
+    Raises:
+        MemoryPlanError: weights and caches need more, before any weight is read.
+        CheckpointError, ConfigError: as `load`, and a length beyond the model's.
     """
     _check_engram(config)
-    device = Device.of(jax.devices()[0])
+    device = Device.of(devices()[0])
     name = engine.arithmetic_on(device.kind)
     if traced and name == "release":
         name = "release_traced"
     ops = select(device, batch_invariant=engine.batch_invariant, overrides=dict(engine.kernels))
     network = Network(config, arithmetic(name), ops, traced)
-    wide = network.arithmetic.dtype == np.float32
+    # Only a CPU's memory is the host's, where such tables lie.
+    shared = engine.engram == "host" and device.kind == "cpu"
+    outside = _outside(folder, config) if shared else 0
+    plan = fitting_plan(network, engine, token_map=token_map, outside=outside, free=available_bytes)
+    dtype = np.dtype(network.arithmetic.dtype)
     loaded = load(
         folder,
         config,
         formats=cast(Formats, engine.weights),
-        drafter=None,
+        drafter=False,
         engram=cast(EngramPlace, engine.engram),
-        dtype="float32" if wide else "bfloat16",
+        dtype="float32" if dtype == np.float32 else "bfloat16",
+        tokenizer_sha256=tokenizer_sha256,
         progress=progress,
-        available_bytes=available_bytes,
     )
     mesh = one_device_mesh()
-    positions = max_length(engine, config)
-    params = build_params(
-        config,
-        _leaf(loaded, np.dtype(np.float32) if wide else np.dtype(ml_dtypes.bfloat16)),
-        token_map=token_map,
-        positions=positions,
-        tables=engine.engram == "device",
+    whole = replicated(mesh)
+    tables = engine.engram == "device"
+    total = stored_bytes(param_specs(config, tables=tables), engine.weights, dtype)
+    leaf = _leaf(
+        loaded,
+        dtype,
+        # Waiting lets the host's copy go before the next leaf is made.
+        lambda array: jax.block_until_ready(jax.device_put(array, whole)),
+        _teller(total, progress),
     )
-    params = jax.device_put(params, replicated(mesh))
-    tables = tuple(loaded.engram[layer] for layer in config.engram_layer_ids if loaded.engram)
-    return Assembled(network, params, tables, mesh, positions, loaded.digest)
+    params = build_params(
+        config, leaf, token_map=token_map, positions=plan.positions, tables=tables
+    )
+    params = jax.device_put(params, whole)
+    loaded.tensors.checkpoint.check_unchanged()
+    outer = tuple(loaded.engram[layer] for layer in config.engram_layer_ids if loaded.engram)
+    return Assembled(network, params, outer, mesh, plan, loaded.digest)
 
 
 def engram_memory(
@@ -148,3 +208,32 @@ def engram_memory(
         table.rows(rows[:, i]).reshape(rows.shape[0], -1).astype(dtype)
         for i, table in enumerate(tables)
     )
+
+
+def host_memory(
+    net: Assembled, token_map: np.ndarray
+) -> Callable[[np.ndarray, int, int], tuple[np.ndarray, ...]]:
+    """Looks up Engram rows of tables that are not on the device.
+
+    Args:
+        net: with its tables left in host memory or on disk.
+        token_map: int32 [vocab], compressed token ids.
+
+    Returns:
+        A function of a sequence's ids (int [n]), a first and an end position; it gives what
+        `engram_memory` gives for the positions [start, stop).
+    """
+    config = net.network.config
+    constants, order = engram_hash(config), config.engram_max_ngram_size
+    pad, dtype = int(token_map[config.engram_pad_token_id]), net.network.arithmetic.dtype
+    compressed = token_map.copy()
+    if config.image_token_id is not None:
+        compressed[config.image_token_id] = -1  # as on the device, an image token blocks n-grams
+
+    def memory(ids: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        # Only the look-back is needed, so a decode step stays cheap in a long sequence.
+        first = max(0, start - order + 1)
+        rows = hash_rows(constants, compressed[ids[first:stop]], pad)[start - first :]
+        return engram_memory(net.tables, rows, dtype)
+
+    return memory

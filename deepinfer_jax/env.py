@@ -202,12 +202,12 @@ class Env:
     xla_flags: str = ""
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """(name, text, source) of each set variable and of each honoured one, for reports."""
+        """(name, text, source) for reports: each variable that is set, then each with a default."""
         given = dict(self.given)
-        names = [n for n, v in VARIABLES.items() if v.default and n not in given]
+        unset = [n for n, v in VARIABLES.items() if v.default and n not in given]
         return (
             *((n, text, "environment") for n, text in self.given),
-            *((n, VARIABLES[n].default, "default") for n in names),
+            *((n, VARIABLES[n].default, "default") for n in unset),
         )
 
 

@@ -11,6 +11,14 @@ class DeepInferError(Exception):
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (self.what, self.why, self.do)
 
+    def as_text(self) -> str:
+        """The refusal as it is printed: its kind and three sentences, on three lines."""
+        return f"{type(self).__name__}: {self.what}\n  {self.why}\n  {self.do}"
+
+    def as_json(self) -> dict[str, str]:
+        """Its kind and three sentences as plain JSON values."""
+        return {"kind": type(self).__name__, "what": self.what, "why": self.why, "do": self.do}
+
 
 class ConfigError(DeepInferError):
     """A configuration value, key or combination that cannot be used."""
@@ -18,10 +26,6 @@ class ConfigError(DeepInferError):
 
 class EnvError(DeepInferError):
     """An environment variable with an unknown name or an illegal value."""
-
-
-class ShardingError(DeepInferError):
-    """An array that cannot be laid out on the mesh as asked."""
 
 
 class MemoryPlanError(DeepInferError):
@@ -38,7 +42,3 @@ class CheckpointError(DeepInferError):
 
 class RequestError(DeepInferError, ValueError):
     """A request that can never run; the others of its batch are not affected."""
-
-
-class GrammarError(DeepInferError):
-    """A grammar or schema that cannot be compiled or enforced."""

@@ -4,33 +4,37 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import jax
 import numpy as np
 
 from deepinfer_jax import env as environment
 from deepinfer_jax import settings
-from deepinfer_jax.assembly import Assembled, assemble, engram_memory
+from deepinfer_jax.assembly import assemble, host_memory
 from deepinfer_jax.checkpoint.hub import resolve_model
 from deepinfer_jax.engine.admission import Admission, Request
 from deepinfer_jax.engine.engine import Engine, Limits, Meter
+from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.errors import ConfigError, DeepInferError
-from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
-from deepinfer_jax.ops.device import free_bytes
-from deepinfer_jax.report.plan import MemoryPlan, nbytes
-from deepinfer_jax.request import (
-    RequestOutput,
-    SamplingParams,
-)
+from deepinfer_jax.ops.device import devices, free_bytes
+from deepinfer_jax.report.manifest import manifest
+from deepinfer_jax.report.plan import MemoryPlan
+from deepinfer_jax.request import RequestOutput
 from deepinfer_jax.runner.compile import keep_compiled
-from deepinfer_jax.runner.step import init_state
+from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.text.compressed_ids import check_compressed_map, compressed_token_map
+from deepinfer_jax.text.options import ChatOptions, check_options
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
 Reporter = Callable[[str, float, float], None]
-_DEFAULT = "nano"
+
+
+class _Default(str):
+    """A default that can be told from the same text passed by the caller."""
+
+
+_NANO = _Default("nano")
 
 
 class LLM:
@@ -38,7 +42,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path = _DEFAULT,
+        model: str | Path = _NANO,
         *,
         tokenizer: str | Path | None = None,
         config: str | Path | None = None,
@@ -49,31 +53,26 @@ class LLM:
         """Load a model and place it on the device.
 
         Args:
-            model: a packaged model's name, a model folder, or a Hugging Face repository. The
-                default gives way to a config and to DEEPINFER_HF_MODEL_DIR.
+            model: a packaged model's name, a model folder, or a Hugging Face repository
+                (`owner/name`, or `owner/name@revision`). Left out, it gives way to a config and
+                to DEEPINFER_HF_MODEL_DIR; passed, it wins over both, and only for a repository
+                that folder stands in for the download.
             tokenizer: a tokenizer.json or its folder; the model's own when left out.
             config: name or file of an engine config.
             overrides: texts `a.b=c`, as `--set` takes them.
             progress: called with (what, done, total) while loading and after each compilation.
-            engine: fields of `EngineConfig`, such as `max_num_seqs`.
+            engine: fields of `EngineConfig`, such as `max_num_seqs`, or the original engine's
+                names for them.
 
         Raises:
             DeepInferError: whatever cannot be used, before anything is computed.
         """
-        known = {f.name for f in dataclasses.fields(settings.EngineConfig)}
-        unknown = sorted(set(engine) - known)
-        if unknown:
-            raise TypeError(
-                f"LLM() got {', '.join(unknown)}, which it does not know. "
-                f"A misspelt option would be lost without a trace. "
-                f"The engine's options are {', '.join(sorted(known))}."
-            )
-        explicit = dict(engine)
-        if model != _DEFAULT:
+        explicit = settings.engine_fields(engine)
+        if not isinstance(model, _Default):
             explicit["model"] = str(model)
         self._env = environment.read()
         asked = settings.load(config, overrides, env=self._env, explicit=explicit)
-        asked, folder = _located(asked, self._env)
+        asked, folder, self._revision = _located(asked, self._env)
         self._settings, self._progress = asked, progress
         self.config = asked.model_config()
         self.tokenizer = _tokenizer(tokenizer, folder, self.config)
@@ -81,14 +80,14 @@ class LLM:
         check_compressed_map(token_map, self.config)
         place = asked.engine.compile_cache_dir
         kept = None if place is None else keep_compiled(Path(place))
-        self._free = free_bytes(jax.devices()[0])
         self.assembled = assemble(
             folder,
             self.config,
             asked.engine,
             token_map,
+            tokenizer_sha256=self.tokenizer.digest,
             progress=progress,
-            available_bytes=self._free,
+            available_bytes=free_bytes(devices()[0]),
         )
         self._engine = self._make_engine(token_map, kept)
         self._admission = Admission(self.tokenizer, self.config, self.max_model_len)
@@ -108,7 +107,7 @@ class LLM:
             limits=Limits(asked.max_num_seqs, net.positions, asked.prefill_chunk),
             draw=asked.sampler,
             logprobs=asked.logprobs_mode,
-            memory=_host_memory(net, token_map) if net.tables else None,
+            memory=host_memory(net, token_map) if net.tables else None,
             report=report,
             kept=kept,
         )
@@ -171,9 +170,11 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         multi_modal_data: Any = None,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but yields each prompt's output so far after every step.
+        """As `generate`, but yields after every step what it has added to each prompt.
 
-        The last output of a prompt has `finished` set.
+        An output holds what is new since the prompt's previous one, and only the samples that
+        have something new; the last of a prompt has `finished` set. `RequestOutput.join` makes
+        what `generate` returns of all outputs of a prompt.
         """
         requests = self._admission.prompts(
             prompts, sampling_params, prompt_token_ids, multi_modal_data
@@ -194,17 +195,31 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several; messages as in the chat completions protocol.
 
-        `.outputs[i].text` is the answer, `.reasoning` and `.tool_calls` stand beside it. The other
-        arguments are those of the renderer.
+        `.outputs[i].text` is the answer, `.reasoning` and `.tool_calls` stand beside it.
+
+        Args:
+            messages: one conversation or a list of them, rendered by `text.chat.render`, as are
+                all arguments but the next.
+            sampling_params: one for all, or one per conversation.
+            thinking: whether the model reasons before it answers; None leaves it to `effort`.
+            effort: none, minimal, low, medium, high, xhigh, max, ultra, or 1..100.
+            tools: function declarations.
+            tool_choice: auto, none, required, or a named function.
+            response_format: text, json_object or json_schema. The JSON formats are written into
+                the prompt and not enforced: the answer may still be something else.
+            task: quick-instruction task of the last user message.
+
+        Returns:
+            One output per conversation, in order. One that cannot run has `.error`.
         """
-        options = {
-            "thinking": thinking,
-            "effort": effort,
-            "tools": tools,
-            "tool_choice": tool_choice,
-            "response_format": response_format,
-            "task": task,
-        }
+        options = ChatOptions(
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
+            tool_choice=tool_choice,
+            response_format=response_format,
+            task=task,
+        )
         requests = self._admission.chats(messages, sampling_params, options)
         for _ in self._run(requests, None):
             pass
@@ -214,77 +229,72 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
-        """As `chat`, step by step as `stream`."""
+        """As `chat`, step by step as `stream`; `options` are those of `chat`.
+
+        A call streams in parts: the first has its name, all have pieces of its arguments.
+        """
+        check_options(options)
         return self._stream(self._admission.chats(messages, sampling_params, options))
 
     def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        mode = self._settings.engine.logprobs_mode
         for request in requests:
             if request.error is not None:
-                yield self._shown(request)
-        for touched in self._run(requests, None):
-            for request in touched:
-                yield self._shown(request)
+                yield request.output(mode)
+        for stepped in self._run(requests, None):
+            for request, samples in stepped:
+                yield request.news(samples, mode)
 
     def _run(
         self, requests: list[Request], tell: Callable[[int, int], None] | None
-    ) -> Iterator[list[Request]]:
+    ) -> Iterator[list[tuple[Request, list[Sample]]]]:
+        """Run to the end; after each step yields the requests it moved, with their samples."""
         owner = {id(s): r for r in requests for s in r.samples}
         now = time.perf_counter()
         for request in requests:
             request.started = now
         running = [s for r in requests for s in r.samples]
         for stepped in self._engine.run(running):
-            touched = list({id(owner[id(s)]): owner[id(s)] for s in stepped}.values())
-            for request in touched:
+            moved: dict[str, tuple[Request, list[Sample]]] = {}
+            for sample in stepped:
+                request = owner[id(sample)]
+                moved.setdefault(request.request_id, (request, []))[1].append(sample)
                 if request.first_token is None:
                     request.first_token = time.perf_counter()
             if tell is not None:
                 done = sum(all(s.finished for s in r.samples) for r in requests)
                 tell(done, len(requests))
-            yield touched
+            yield list(moved.values())
 
     def _shown(self, request: Request) -> RequestOutput:
         return request.output(self._settings.engine.logprobs_mode)
 
     def plan(self) -> MemoryPlan:
         """What this engine holds in memory, by part."""
-        params, engine = self.assembled.params, self._settings.engine
-        tables = nbytes(params.engram_tables)
-        state = jax.eval_shape(
-            lambda: init_state(
-                self.assembled.network, slots=engine.max_num_seqs, positions=self.max_model_len
-            )
-        )
-        return MemoryPlan(
-            weights=nbytes(params) - tables,
-            engram_tables=tables,
-            cache=nbytes(state),
-            slots=engine.max_num_seqs,
-            positions=self.max_model_len,
-            free=self._free,
-        )
+        return self.assembled.plan
 
     def manifest(self) -> dict[str, Any]:
         """What decides this engine's results, as plain JSON values."""
         net = self.assembled
-        return {
-            "config": self._settings.digest(),
-            "checkpoint": net.digest,
-            "tokenizer": self.tokenizer.digest,
-            "arithmetic": net.network.arithmetic.name,
-            "max_model_len": net.positions,
-            "kernels": [dataclasses.asdict(row) for row in net.network.ops.rows()],
-            "settings": [
-                {"key": key, "value": value, "source": source}
-                for key, value, source in self._settings.sources
-            ],
-        }
+        return manifest(
+            self._settings,
+            self._env,
+            net.network.ops,
+            arithmetic=net.network.arithmetic.name,
+            max_model_len=net.positions,
+            devices=net.mesh.size,
+            checkpoint=net.digest,
+            revision=self._revision,
+            tokenizer=self.tokenizer.digest,
+        )
 
 
-def _located(asked: settings.Settings, env: environment.Env) -> tuple[settings.Settings, Path]:
-    """The settings with a folder for the model, downloaded if it is a repository."""
+def _located(
+    asked: settings.Settings, env: environment.Env
+) -> tuple[settings.Settings, Path, str | None]:
+    """The settings with a folder for the model, and the commit if it is downloaded."""
     if asked.network is not None:
         raise ConfigError(
             f"The config {asked.engine.model} describes a network, but no weights.",
@@ -294,13 +304,13 @@ def _located(asked: settings.Settings, env: environment.Env) -> tuple[settings.S
     try:
         folder = asked.folder
         assert folder is not None, "a stored model has a folder"
-        return asked, folder
+        return asked, folder, None
     except DeepInferError:
         if "/" not in asked.engine.model or Path(asked.engine.model).exists():
             raise
     found = resolve_model(asked.engine.model, local_dir_override=env.hf_model_dir)
     engine = dataclasses.replace(asked.engine, model=str(found.path))
-    return dataclasses.replace(asked, engine=engine), found.path
+    return dataclasses.replace(asked, engine=engine), found.path, found.commit
 
 
 def _tokenizer(given: str | Path | None, folder: Path, config: Any) -> Tokenizer:
@@ -308,21 +318,3 @@ def _tokenizer(given: str | Path | None, folder: Path, config: Any) -> Tokenizer
     if path.is_file():
         return Tokenizer.from_file(path, config)
     return Tokenizer.from_folder(path, config)
-
-
-def _host_memory(net: Assembled, token_map: np.ndarray) -> Callable[..., Any]:
-    """Looks up Engram rows of tables that are not on the device, from a sequence's ids."""
-    config = net.network.config
-    constants, order = engram_hash(config), config.engram_max_ngram_size
-    pad, dtype = int(token_map[config.engram_pad_token_id]), net.network.arithmetic.dtype
-    compressed = token_map.copy()
-    if config.image_token_id is not None:
-        compressed[config.image_token_id] = -1  # as on the device, an image token blocks n-grams
-
-    def memory(ids: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, ...]:
-        # Only the look-back is needed, so a decode step stays cheap in a long sequence.
-        first = max(0, start - order + 1)
-        rows = hash_rows(constants, compressed[ids[first:stop]], pad)[start - first :]
-        return engram_memory(net.tables, rows, dtype)
-
-    return memory

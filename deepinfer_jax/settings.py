@@ -5,22 +5,29 @@ Precedence: explicit argument > `--set` > environment > config file > default.
 
 import copy
 import dataclasses
-import difflib
 import hashlib
-import importlib.resources
 import json
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+import os.path
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepinfer_jax import keywords as original
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.env import Env
 from deepinfer_jax.errors import CheckpointError, ConfigError
+from deepinfer_jax.settings_file import config_names as config_names
+from deepinfer_jax.settings_file import (
+    illegal_value,
+    is_bare,
+    package_folder,
+    parse_overrides,
+    read,
+    unknown_key,
+)
 
 AUTO = "auto"
-_TABLES = ("engine", "model")
 _KERNELS = "kernels."
 _CHOICES: dict[str, tuple[str, ...]] = {
     "arithmetic": ("f32", "f32qdq", "release"),
@@ -32,8 +39,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _COUNTS = frozenset({"max_model_len", "max_num_seqs", "prefill_chunk"})
 # These fields take "auto" in a file or in --set, which leaves the choice to the engine.
 _OPTIONAL = frozenset({"arithmetic", "max_model_len", "compile_cache_dir"})
-# Where compiled programs are kept cannot change a result and differs between machines.
-_OUTSIDE_DIGEST = frozenset({"compile_cache_dir"})
+# Where a model lies and where compiled programs are kept cannot change a result and differ between
+# machines; the network is in the digest, and the weights have their own.
+_OUTSIDE_DIGEST = frozenset({"model", "compile_cache_dir"})
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class EngineConfig:
             means f32 on CPU and release elsewhere.
         weights: "dequantized" on load, or kept "packed" in the stored formats.
         engram: where the Engram tables lie: "device" memory, "host" memory or a file ("mmap").
-        max_model_len: longest prompt plus output in tokens; None means the model's limit.
+        max_model_len: longest prompt plus output in tokens; None means the model's limit or what
+            memory holds, whichever is smaller.
         max_num_seqs: sequences that run at the same time.
         prefill_chunk: prompt rows of one step.
         sampler: "stable" draws or the "original" engine's.
@@ -104,7 +113,10 @@ class Settings:
         return ModelConfig.from_file(folder, allow_unknown=self.allow_unknown)
 
     def canonical_json(self) -> str:
-        """The resolved config without spaces and with sorted keys; equal configs, equal text."""
+        """The resolved config without spaces and with sorted keys; equal configs, equal text.
+
+        Paths are left out: the network that a model's folder describes stands for the folder.
+        """
         engine = {
             k: v for k, v in dataclasses.asdict(self.engine).items() if k not in _OUTSIDE_DIGEST
         }
@@ -116,28 +128,14 @@ class Settings:
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
 
 
-def package_folder(name: str) -> Path:
-    """The folder of packaged data `name` ("models", "configs").
-
-    An installed wheel carries both inside the package; in a source tree `configs` lies beside it.
-    """
-    package = Path(str(importlib.resources.files("deepinfer_jax")))
-    inside = package / name
-    return inside if inside.is_dir() else package.parent / name
-
-
-def config_names() -> tuple[str, ...]:
-    """Names of the packaged configs."""
-    return tuple(sorted(path.stem for path in package_folder("configs").glob("*.toml")))
-
-
 def model_folder(model: str) -> Path:
     """The folder of a packaged model's name, or `model` itself as a path.
 
-    Raises CheckpointError when there is no such folder with a config.json.
+    A packaged name is the name alone: `./nano` and `nano/` are paths. Raises CheckpointError when
+    there is no such folder with a config.json.
     """
-    packaged = package_folder("models") / model
-    for folder in (packaged, Path(model).expanduser()):
+    packaged = [package_folder("models") / model] if is_bare(model) else []
+    for folder in (*packaged, Path(os.path.expanduser(model))):
         if (folder / "config.json").is_file():
             return folder
     names = sorted(path.parent.name for path in package_folder("models").glob("*/config.json"))
@@ -146,6 +144,15 @@ def model_folder(model: str) -> Path:
         f"The packaged models are: {', '.join(names) or 'none'}.",
         "Name one of them, or set DEEPINFER_HF_MODEL_DIR or engine.model to a model folder.",
     )
+
+
+def engine_fields(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The `EngineConfig` fields that keywords of `LLM` set, the original engine's names included.
+
+    Raises ConfigError for an unknown name (with the nearest legal one), and for one of the
+    original's whose value cannot be honoured.
+    """
+    return original.translate(keywords, [f.name for f in dataclasses.fields(EngineConfig)])
 
 
 def load(
@@ -167,10 +174,10 @@ def load(
     Raises:
         ConfigError: an unknown key (with the nearest legal one) or an illegal value.
     """
-    name, content = _read(config) if config is not None else ("", {})
+    name, content = read(config) if config is not None else ("", {})
     in_file = dict(content.get("engine", {}))
     network = copy.deepcopy(content.get("model", {}))
-    on_line = _parse_overrides(overrides)
+    on_line = parse_overrides(overrides)
     describes = bool(set(network) - {"allow_unknown"})
     if describes:
         in_file["model"] = name
@@ -184,7 +191,7 @@ def load(
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, layer in layers.items():
-        for key, value in _flat_kernels(layer).items():
+        for key, value in _flat_kernels(layer, source).items():
             values[key] = _checked(key, value, source)
             sources[key] = source
     record = [(f"engine.{key}", values[key], source) for key, source in sources.items()]
@@ -193,12 +200,13 @@ def load(
     engine = EngineConfig(**fields, kernels=tuple(sorted(kernels.items())))
 
     changes = on_line.get("model", {})
+    allow_unknown = False
     for source, layer in (("file", network), ("--set", changes)):
         if "allow_unknown" in layer:
-            record.append(("model.allow_unknown", layer["allow_unknown"], source))
-    allow_unknown = changes.pop("allow_unknown", network.pop("allow_unknown", False))
-    if not isinstance(allow_unknown, bool):
-        raise _illegal("model.allow_unknown", allow_unknown, "--set or file", "true or false")
+            allow_unknown = layer.pop("allow_unknown")
+            record.append(("model.allow_unknown", allow_unknown, source))
+            if not isinstance(allow_unknown, bool):
+                raise illegal_value("model.allow_unknown", allow_unknown, source, "true or false")
     if describes and sources["model"] == "file":
         record += [(f"model.{key}", value, "--set") for key, value in changes.items()]
         _overlay(network, changes, "model")
@@ -213,98 +221,6 @@ def load(
     return Settings(engine, None, allow_unknown, tuple(record))
 
 
-def _read(config: str | Path) -> tuple[str, dict[str, Any]]:
-    """The name of a config and its content, laid over the config that it extends."""
-    path = _find(config)
-    content = _parse(path)
-    base_name = content.pop("extends", None)
-    if base_name is not None:
-        local = path.parent / f"{base_name}.toml"
-        base = _parse(local if local.is_file() else _find(base_name))
-        if "extends" in base:
-            raise ConfigError(
-                f"{path} extends {base_name}, which extends {base['extends']}.",
-                "One level keeps the origin of every value within two files.",
-                f"Extend {base['extends']} and copy what {base_name} adds.",
-            )
-        if "model" in content.get("engine", {}):
-            base.pop("model", None)
-        content = _merged(base, content)
-    described = set(content.get("model", {})) - {"allow_unknown"}
-    if described and "model" in content.get("engine", {}):
-        raise ConfigError(
-            f"{path} sets engine.model and also describes a network in [model].",
-            "An engine runs one network, and either could be meant.",
-            "Remove engine.model or the [model] table.",
-        )
-    return path.stem, content
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merged(base[key], value) if both else value
-    return merged
-
-
-def _find(config: str | Path) -> Path:
-    packaged = package_folder("configs") / f"{config}.toml"
-    for path in (packaged, Path(config).expanduser()):
-        if path.is_file():
-            return path
-    near = difflib.get_close_matches(str(config), config_names(), 1)
-    raise ConfigError(
-        f"There is no config {str(config)!r}: neither a packaged name nor a file.",
-        f"The packaged configs are {', '.join(config_names())}.",
-        f"Did you mean {near[0]}?" if near else "Name one of these or the path of a TOML file.",
-    )
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} is not valid TOML: {error}.",
-            "A config that is read in part would configure another engine.",
-            "Correct the file.",
-        ) from None
-    for key, value in content.items():
-        if key not in ("extends", *_TABLES):
-            raise _unknown_key(key, ("extends", *_TABLES))
-        kind, wanted = (dict, "a table") if key in _TABLES else (str, "a config's name")
-        if not isinstance(value, kind):
-            raise _illegal(key, value, "file", wanted)
-    return content
-
-
-def _parse_overrides(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = {}
-    for text in overrides:
-        key, equals, literal = text.partition("=")
-        path = key.strip().split(".")
-        if not equals or len(path) < 2 or not all(path):
-            raise ConfigError(
-                f"--set {text} is not of the form table.key=value.",
-                "Every override names the one key that it changes.",
-                "Write for example --set engine.max_num_seqs=8.",
-            )
-        if path[0] not in _TABLES:
-            raise _unknown_key(path[0], _TABLES)
-        try:
-            value = tomllib.loads(f"value = {literal}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = literal.strip()
-        table = tables.setdefault(path[0], {})
-        for step in path[1:-1]:
-            table = table.setdefault(step, {})
-            if not isinstance(table, dict):
-                raise _illegal(key, value, "--set", "a key of a table that is not set as a whole")
-        table[path[-1]] = value
-    return tables
-
-
 def _from_env(env: Env) -> dict[str, Any]:
     values = {
         "model": env.hf_model_dir,
@@ -316,13 +232,17 @@ def _from_env(env: Env) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _flat_kernels(layer: Mapping[str, Any]) -> dict[str, Any]:
+def _flat_kernels(layer: Mapping[str, Any], source: str) -> dict[str, Any]:
     """`{"kernels": {op: name}}` as `{"kernels.op": name}`, so that layers merge op by op."""
     flat = {key: value for key, value in layer.items() if key != "kernels"}
-    kernels = layer.get("kernels", {})
-    if not isinstance(kernels, Mapping | tuple):
-        raise _illegal("engine.kernels", kernels, "file", "a table of op = kernel name")
-    return flat | {f"{_KERNELS}{op}": name for op, name in dict(kernels).items()}
+    given = layer.get("kernels", {})
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    legal = isinstance(pairs, tuple | list) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
+    )
+    if not legal or len({op for op, _ in pairs}) < len(pairs):
+        raise illegal_value("engine.kernels", given, source, "a table of op = kernel name")
+    return flat | {f"{_KERNELS}{op}": name for op, name in pairs}
 
 
 def _checked(key: str, value: Any, source: str) -> Any:
@@ -331,7 +251,7 @@ def _checked(key: str, value: Any, source: str) -> Any:
     if key.startswith(_KERNELS):
         legal, wanted = isinstance(value, str) and bool(value), "a kernel's name"
     elif key not in fields:
-        raise _unknown_key(f"engine.{key}", [f"engine.{name}" for name in fields])
+        raise unknown_key(f"engine.{key}", [f"engine.{name}" for name in fields])
     elif key in _OPTIONAL and value in (None, AUTO):
         return None
     elif key in _CHOICES:
@@ -345,7 +265,7 @@ def _checked(key: str, value: Any, source: str) -> Any:
         value = str(value) if isinstance(value, Path) else value
         legal, wanted = isinstance(value, str) and bool(value), "a text that is not empty"
     if not legal:
-        raise _illegal(f"engine.{key}", value, source, wanted)
+        raise illegal_value(f"engine.{key}", value, source, wanted)
     return value
 
 
@@ -361,23 +281,5 @@ def _overlay(table: dict[str, Any], changes: Mapping[str, Any], name: str) -> No
         if isinstance(old, int) and number and isinstance(value, float):
             fits = False
         if old is not None and not fits:
-            raise _illegal(f"{name}.{key}", value, "--set", f"of the type of {old!r}")
+            raise illegal_value(f"{name}.{key}", value, "--set", f"of the type of {old!r}")
         table[key] = value
-
-
-def _illegal(key: str, value: Any, source: str, wanted: str) -> ConfigError:
-    return ConfigError(
-        f"{key} is {value!r} ({source}), which is not {wanted}.",
-        "A value that is guessed at would configure another engine.",
-        f"Set it to {wanted}.",
-    )
-
-
-def _unknown_key(key: str, legal: Iterable[str]) -> ConfigError:
-    names = list(legal)
-    near = difflib.get_close_matches(key, names, 1)
-    return ConfigError(
-        f"There is no config key {key}.",
-        "A misspelt key that is ignored would leave its default in force.",
-        f"Did you mean {near[0]}?" if near else f"The keys here are {', '.join(names)}.",
-    )

@@ -1,7 +1,9 @@
 """The test process: eight CPU devices, strict dtype promotion, golden data by fixture."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # JAX reads these once, when it is first imported.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -12,6 +14,9 @@ for _name in [name for name in os.environ if name.startswith("DEEPINFER_")]:
     del os.environ[_name]
 
 import pytest  # noqa: E402
+
+if TYPE_CHECKING:
+    from deepinfer_jax import LLM
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -29,6 +34,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def golden() -> Path:
     """The golden data that every clone carries."""
     return GOLDEN
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder where engines of the short model keep their compiled programs."""
+    from short_llm import compiled_programs
+
+    with compiled_programs(tmp_path_factory.getbasetemp()) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the short model."""
+    from short_llm import write_short_model
+
+    return write_short_model(tmp_path_factory.mktemp("model") / "short")
+
+
+@pytest.fixture(scope="module")
+def llm(short_folder: Path, compiled: Path) -> "LLM":
+    """An engine of the short model."""
+    from short_llm import open_llm
+
+    return open_llm(short_folder, compiled)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import json
 import tomllib
 
@@ -98,8 +99,21 @@ def test_rope_scaling_of_another_kind_or_without_its_numbers_is_refused(flat):
     assert "rope_scaling has type 'linear'; only 'yarn' is implemented." in refusal(other)
     short = flat | {"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 1}}
     message = refusal(short)
-    assert "rope_scaling lacks beta_fast, original_max_position_embeddings." in message
-    assert "rope_scaling lacks factor, " in refusal(flat | {"rope_scaling": {}})
+    assert "of type 'yarn' lacks beta_fast, original_max_position_embeddings." in message
+    assert "rope_scaling of type 'yarn' lacks factor, " in refusal(flat | {"rope_scaling": {}})
+    idle = flat | {"rope_scaling": {"rope_type": "default", "factor": 4}}
+    assert "rope_scaling of type 'default' has factor." in refusal(idle)
+
+
+def test_two_rope_tables_must_be_one_and_repeat_nothing_differently(flat):
+    config = ModelConfig.from_dict(flat)
+    same = flat["rope_scaling"] | {"rope_theta": 10000, "type": "yarn"}
+    assert ModelConfig.from_dict(flat | {"rope_parameters": same}) == config
+    message = refusal(flat | {"rope_parameters": {"rope_type": "default"}})
+    assert "has both rope_scaling and rope_parameters, and they differ." in message
+    for key, value, wanted in (("rope_theta", 5, 10000), ("type", "linear", "'yarn'")):
+        message = refusal(flat | {"rope_scaling": same | {key: value}})
+        assert f"rope_scaling.{key} is {value!r}, and elsewhere the same is {wanted}." in message
 
 
 def test_another_family_and_another_network_are_refused(flat):
@@ -108,6 +122,8 @@ def test_another_family_and_another_network_are_refused(flat):
         "The model type is 'deepseek_v3', not 'deepseek_v41'. This engine runs one family, "
         "DeepSeek-V4.1, exactly. Point it at a DeepSeek-V4.1 checkpoint."
     )
+    inner = {"text_config": {"model_type": "deepseek_v3_text"}}
+    assert "The model type is 'deepseek_v3_text'" in refusal(flat | inner)
     del flat["model_type"]
     assert "The model type is None" in refusal(flat)
 
@@ -122,12 +138,47 @@ def test_another_family_and_another_network_are_refused(flat):
         ("topk_method", "greedy"),
         ("scoring_func", "sigmoid"),
         ("norm_topk_prob", False),
+        ("architectures", ["LlamaForCausalLM"]),
+        ("dtype", "float16"),
+        ("torch_dtype", "float32"),
+        ("quantization_config.quant_method", "awq"),
+        ("quantization_config.activation_scheme", "static"),
+        ("quantization_config.weight_block_size", [128, 128]),
+        ("quantization_config.scale_fmt", "float32"),
+        ("quantization_config.expert_dtype", "nvfp4"),
+        ("rope_scaling.attention_factor", 1.2),
+        ("rope_scaling.mscale", 1.0),
+        ("rope_scaling.mscale_all_dim", 1.0),
+        ("rope_scaling.truncate", False),
+        ("vision_config.model_type", "siglip"),
     ],
 )
 def test_a_value_that_would_be_another_network_is_refused(flat, key, value):
-    message = refusal(flat | {key: value})
-    assert f"The model config sets {key} to {value!r}; only" in message
-    assert "is implemented." in message
+    table, dot, name = key.rpartition(".")
+    changes = {table: flat[table] | {name: value}} if dot else {key: value}
+    for allow_unknown in (False, True):
+        message = refusal(flat | changes, allow_unknown=allow_unknown)
+        assert f"The model config sets {key} to {value!r}; only" in message
+        assert "is implemented." in message
+
+
+def test_rope_numbers_that_change_nothing_are_accepted(flat):
+    idle = {"attention_factor": 1.0, "mscale": 0, "mscale_all_dim": 0.0, "truncate": True}
+    changed = flat | {"rope_scaling": flat["rope_scaling"] | idle}
+    assert ModelConfig.from_dict(changed) == ModelConfig.from_dict(flat)
+
+
+@pytest.mark.parametrize("table", ["rope_scaling", "vision_config", "quantization_config"])
+def test_an_unknown_key_of_a_nested_table_is_refused_unless_allowed(flat, table):
+    changed = flat | {table: flat[table] | {"new_number": 3}}
+    assert f"has 1 unknown keys: {table}.new_number." in refusal(changed)
+    config = ModelConfig.from_dict(changed, allow_unknown=True)
+    assert config == ModelConfig.from_dict(flat)
+
+
+def test_a_misspelt_nested_key_meets_the_nearest(flat):
+    changed = flat | {"vision_config": flat["vision_config"] | {"patch_sice": 14}}
+    assert "(nearest: vision_config.patch_size)" in refusal(changed)
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_unless_allowed(nested):
@@ -199,7 +250,9 @@ def test_numbers_of_nested_tables_have_their_types_too(flat):
     assert "vision_config lacks 2 keys: hidden_size, patch_size." in message
 
 
-@pytest.mark.parametrize("key", ["text_config", "rope_scaling", "vision_config"])
+@pytest.mark.parametrize(
+    "key", ["text_config", "rope_scaling", "vision_config", "quantization_config"]
+)
 def test_a_list_in_place_of_a_table_is_refused(flat, key):
     message = refusal(flat | {key: ["a"]})
     assert f"{key} is ['a'], of type list." in message
@@ -213,6 +266,65 @@ def test_a_key_with_two_values_is_refused(nested):
     nested["hidden_size"] = 64
     message = refusal(nested)
     assert "sets hidden_size to 64 on the top level and to 128 in text_config." in message
+    del nested["hidden_size"]
+    nested["hidden_act"] = "gelu"
+    assert "sets hidden_act to 'gelu' on the top level and to 'silu'" in refusal(nested)
+
+
+SIZES = sorted(
+    field.name
+    for field in dataclasses.fields(ModelConfig)
+    if field.type in ("int", "float", int, float)
+    and not field.name.endswith(("_token_id", "_eps"))
+    and field.name not in ("num_nextn_predict_layers", "n_shared_experts")
+)
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_size_that_is_not_positive_is_refused(flat, key, value):
+    assert refusal(flat | {key: value}) == (
+        f"The model config has 1 sizes that are not positive numbers: {key} {value}. Nothing can "
+        "be built from a width, a count or a factor of zero or less. Correct config.json."
+    )
+
+
+def test_the_sizes_checked_include_those_that_are_divided_by():
+    assert {"o_groups", "head_dim", "hc_mult", "candidate_block_size", "gate_temp"} <= set(SIZES)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_size_that_is_no_finite_number_is_refused(flat, value):
+    assert f"not positive numbers: swiglu_limit {value}." in refusal(flat | {"swiglu_limit": value})
+
+
+def test_sizes_of_nested_tables_and_lists_are_positive_too(flat):
+    changes = {
+        "rope_scaling": flat["rope_scaling"] | {"factor": 0},
+        "vision_config": flat["vision_config"] | {"patch_size": -1},
+        "engram_num_embeddings": [630, 0],
+        "hc_eps": -1e-6,
+    }
+    message = refusal(flat | changes)
+    assert "has 4 sizes" in message
+    for words in (
+        "rope_scaling.factor 0",
+        "vision_config.patch_size -1",
+        "engram_num_embeddings 0",
+        "hc_eps -1e-06",
+    ):
+        assert words in message
+
+
+def test_a_network_without_a_drafter_needs_no_sizes_of_one(flat):
+    names = {k: 0 for k in flat if k.startswith("dspark_") and isinstance(flat[k], int)}
+    plain = names | {
+        "num_nextn_predict_layers": 0,
+        "dspark_target_layer_ids": [],
+        "compress_ratios": flat["compress_ratios"][:10],
+    }
+    assert ModelConfig.from_dict(flat | plain).num_nextn_predict_layers == 0
+    assert "num_nextn_predict_layers -1" in refusal(flat | plain | {"num_nextn_predict_layers": -1})
 
 
 @pytest.mark.parametrize(
@@ -241,6 +353,24 @@ def test_a_key_with_two_values_is_refused(nested):
         ({"engram_layer_ids": [-1, 4]}, "engram_layer_ids [-1, 4] are not ascending layers below"),
         ({"dspark_target_layer_ids": [7, 7, 8]}, "dspark_target_layer_ids [7, 7, 8] are not"),
         ({"candidate_source_layer_id": 7}, "the candidate source 7 is no index source"),
+        ({"candidate_source_layer_id": 99}, "the candidate source 99 is no index source"),
+        (
+            {"candidate_source_layer_id": 4},
+            "layer 6 selects from kv source 6 inside candidate blocks of kv source 4; "
+            "layer 8 selects from kv source 6",
+        ),
+        ({"index_source_layer_ids": [1, 2, 4, 6, 8]}, "index source 1 is not compressed"),
+        ({"compress_ratios": [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 0, 1, 0]}, "a layer of the drafter"),
+        ({"bos_token_id": 512}, "bos_token_id 512 is no id below vocab_size 512"),
+        ({"eos_token_id": -1}, "eos_token_id -1 is no id below"),
+        ({"pad_token_id": 512}, "pad_token_id 512 is no id below"),
+        ({"image_token_id": 600}, "image_token_id 600 is no id below"),
+        ({"engram_pad_token_id": 512}, "engram_pad_token_id 512 is no id below"),
+        ({"dspark_noise_token_id": 512}, "dspark_noise_token_id 512 is no id below"),
+        ({"dspark_num_experts_per_tok": 7}, "dspark_num_experts_per_tok 7 exceeds 6"),
+        ({"engram_max_ngram_size": 1}, "engram_max_ngram_size is 1, an n-gram has at least 2"),
+        ({"head_dim": 8}, "qk_rope_head_dim 16 does not fit the heads"),
+        ({"compress_rope_theta": 1}, "compress_rope_theta 1 is not above 1"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(flat, changes, words):
@@ -268,3 +398,26 @@ def test_a_missing_and_a_damaged_file_are_told_apart(tmp_path):
     with pytest.raises(ConfigError) as caught:
         ModelConfig.from_file(tmp_path / "config.json")
     assert "is not valid JSON (line 2: Expecting property name" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xff{}", "can't decode byte 0xff"), (b"9" * 5000, "4300 digits")],
+    ids=["no UTF-8", "too long a number"],
+)
+def test_a_file_whose_bytes_cannot_be_json_is_refused(tmp_path, content, words):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_file(tmp_path)
+    assert "is not valid JSON (" in caught.value.what
+    assert words in caught.value.what
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_file(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / 'config.json'} cannot be read (Is a directory). The network cannot be built "
+        "without its config. Make it a readable file, or name another model folder."
+    )

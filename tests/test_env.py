@@ -110,6 +110,8 @@ def test_the_report_tells_what_was_set_from_what_was_not():
     assert ("DEEPINFER_BATCH_INVARIANT", "1", "environment") in rows
     assert ("DEEPINFER_USE_NEXTN_DECODE", "0", "default") in rows
     assert len([row for row in rows if row[0] == "DEEPINFER_BATCH_INVARIANT"]) == 1
+    unset = {name for name, v in env.VARIABLES.items() if v.default}
+    assert {name for name, _, _ in rows} == unset
 
 
 @pytest.mark.parametrize(

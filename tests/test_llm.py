@@ -1,4 +1,6 @@
 import copy
+import dataclasses
+import inspect
 import json
 import shutil
 
@@ -9,40 +11,23 @@ from short_llm import (
     CHUNK,
     LIMIT,
     SLOTS,
-    compiled_programs,
     letters,
     open_llm,
     short_config,
-    write_short_model,
 )
 
-from deepinfer_jax import LLM, SamplingParams
+from deepinfer_jax import LLM, RequestOutput, SamplingParams
 from deepinfer_jax.assembly import assemble
 from deepinfer_jax.errors import CheckpointError, ConfigError, MemoryPlanError, RequestError
-from deepinfer_jax.request import sample_seed
 from deepinfer_jax.runner.trace import TraceInput, run_trace
+from deepinfer_jax.sampling_params import sample_seed
 from deepinfer_jax.settings import EngineConfig, package_folder
 from deepinfer_jax.text.compressed_ids import compressed_token_map
+from deepinfer_jax.text.options import ChatOptions
 from deepinfer_jax.text.tokenizer import Piece
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 PROMPTS = ["Hello", "a", "Two words", "The fourth", "x" * 70, "six", "seven!"]
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    with compiled_programs(tmp_path_factory.getbasetemp()) as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_short_model(tmp_path_factory.mktemp("model") / "short")
-
-
-@pytest.fixture(scope="module")
-def llm(folder, compiled):
-    return open_llm(folder, compiled)
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +73,13 @@ def test_requests_of_different_lengths_share_the_slots(llm, single):
         assert made.outputs[0].token_ids == alone.token_ids[:n]
 
 
-def test_a_prompt_of_several_chunks_equals_one_forward_over_all_of_it(llm, folder):
+def test_a_prompt_of_several_chunks_equals_one_forward_over_all_of_it(llm, short_folder):
     ids = np.random.default_rng(1).integers(3, 259, 150)
     assert len(ids) > 2 * CHUNK
     made = only(llm.generate(ids, SamplingParams(temperature=0, max_tokens=1, logprobs=4)))
     tokens = compressed_token_map(llm.tokenizer)
-    engine = EngineConfig(model=str(folder), arithmetic="f32", max_model_len=200)
-    net = assemble(folder, llm.config, engine, tokens, traced=True)
+    engine = EngineConfig(model=str(short_folder), arithmetic="f32", max_model_len=200)
+    net = assemble(short_folder, llm.config, engine, tokens, traced=True)
     given = TraceInput.from_arrays({"token_ids": ids[None]}, llm.config.vocab_size)
     logits = run_trace(net.params, given, net.network, net.mesh)["logits"][0, -1]
     logprobs = np.asarray(jax.nn.log_softmax(logits))
@@ -224,7 +209,7 @@ def test_a_stop_string_cuts_the_text_and_ends_the_sequence(llm):
 
 def test_a_streamed_stop_string_is_held_back_and_never_shown(llm):
     seen = [o.outputs[0].text for o in llm.stream("Hello", forcing("a ENd END", stop=["END"]))]
-    assert seen == ["a", "a ", "a ", "a ", "a ENd", "a ENd ", "a ENd ", "a ENd ", "a ENd "]
+    assert seen == ["a", " ", "", "", "ENd", " ", "", "", ""]
 
 
 def test_stop_tokens_are_reported_and_the_end_can_be_ignored(llm):
@@ -245,24 +230,38 @@ def test_the_longest_sequence_fills_the_engine_to_its_last_position(llm):
     assert len(made.token_ids) == 3 and made.finish_reason == "length"
 
 
-def test_a_stream_grows_to_what_generate_gives(llm, single):
-    last, finished = {}, []
-    for output in llm.stream(PROMPTS[:5] + [""], GREEDY):
-        before = last.get(output.request_id)
-        if before is not None and output.outputs:
-            old, new = before.outputs[0], output.outputs[0]
-            assert not before.finished
-            assert new.token_ids[: len(old.token_ids)] == old.token_ids
-            assert len(new.token_ids) == len(old.token_ids) + 1
-            assert new.text.startswith(old.text)
-        last[output.request_id] = output
-        if output.finished:
-            finished.append(output.request_id)
-    assert sorted(finished) == ["0", "1", "2", "3", "4", "5"]
-    assert "has an empty prompt" in str(last["5"].error)
+def parts_of(stream):
+    """The streamed outputs of each request, and each request's result."""
+    parts = {}
+    for part in stream:
+        assert not parts.get(part.request_id) or not parts[part.request_id][-1].finished
+        parts.setdefault(part.request_id, []).append(part)
+    assert all(several[-1].finished for several in parts.values())
+    return parts, [RequestOutput.join(parts[str(i)]) for i in range(len(parts))]
+
+
+def test_a_stream_tells_every_token_once_and_together_what_generate_gives(llm, single):
+    parts, results = parts_of(llm.stream(PROMPTS[:5] + [""], GREEDY))
+    assert "has an empty prompt" in str(results[5].error) and len(parts["5"]) == 1
     for i in range(5):
-        assert_same(last[str(i)].outputs[0], single[i])
-        assert last[str(i)].metrics["time_to_first_token_s"] > 0
+        assert [len(part.outputs[0].token_ids) for part in parts[str(i)]] == [1] * 8
+        assert [part.outputs[0].logprobs.token.shape for part in parts[str(i)]] == [(1,)] * 8
+        assert_same(results[i].outputs[0], single[i])
+        total = pytest.approx(float(single[i].logprobs.token.sum()), rel=1e-5)
+        assert results[i].outputs[0].cumulative_logprob == total
+        assert results[i].metrics["time_to_first_token_s"] > 0
+
+
+def test_samples_of_one_prompt_stream_apart_and_each_ends_once(llm):
+    stop = [chr(c) for c in range(32, 127)]
+    drawn = SamplingParams(seq_seed=11, n=6, max_tokens=12, stop=stop)
+    (whole,) = llm.generate("Hello", drawn)
+    parts, (joined,) = parts_of(llm.stream("Hello", drawn))
+    assert joined.outputs == whole.outputs and joined.finished
+    assert len({len(o.token_ids) for o in whole.outputs}) > 1
+    told = [sample for part in parts["0"] for sample in part.outputs]
+    assert sorted(s.index for s in told if s.finish_reason is not None) == list(range(6))
+    assert len(told) == sum(len(o.token_ids) for o in whole.outputs)
 
 
 def test_two_streams_cannot_share_the_slots_and_closing_one_frees_them(llm, single):
@@ -293,8 +292,8 @@ def test_a_chat_splits_reasoning_from_the_answer(llm):
     params = forcing("Yes.", seq_seed=1)
     made = only(llm.chat(user("Well?"), params, thinking=False))
     assert (made.reasoning, made.text) == (None, "Yes.")
-    *_, last = llm.stream_chat(user("Well?"), params, thinking=False)
-    assert last.finished and last.outputs[0] == made
+    _, (joined,) = parts_of(llm.stream_chat(user("Well?"), params, thinking=False))
+    assert joined.outputs == (made,)
 
 
 def test_a_chat_reads_tool_calls(llm):
@@ -313,6 +312,11 @@ def test_a_chat_reads_tool_calls(llm):
     assert [(call.name, call.arguments) for call in made.tool_calls] == [("add", '{"x": 1.5}')]
     assert (made.text, made.finish_reason) == ("", "tool_calls")
     assert (messages, tools) == before
+    stream = llm.stream_chat(messages, params, thinking=False, tools=tools)
+    parts, (joined,) = parts_of(stream)
+    assert dataclasses.replace(joined.outputs[0], seq_seed=made.seq_seed) == made
+    told = [call for part in parts["0"] for call in part.outputs[0].tool_calls]
+    assert [call.name for call in told if call.name] == ["add"] and len(told) > 2
 
 
 def test_the_callers_objects_stay_as_they_were(llm):
@@ -335,16 +339,34 @@ def test_the_meter_counts_tokens(llm):
     assert llm.meter.output_tokens - output == 16
 
 
-def test_the_manifest_is_plain_stable_and_tells_engines_apart(llm, folder, compiled):
+def test_the_manifest_is_plain_stable_and_tells_engines_apart(llm, short_folder, compiled):
     manifest = llm.manifest()
     assert json.loads(json.dumps(manifest)) == manifest == llm.manifest()
-    assert open_llm(folder, compiled).manifest() == manifest
-    other = open_llm(folder, compiled, max_model_len=100).manifest()
+    assert open_llm(short_folder, compiled).manifest() == manifest
+    other = open_llm(short_folder, compiled, max_model_len=100).manifest()
     assert other["config"] != manifest["config"] and other["max_model_len"] == 100
     assert other["checkpoint"] == manifest["checkpoint"]
     assert (manifest["arithmetic"], manifest["max_model_len"]) == ("f32", LIMIT)
     sources = {row["key"]: row["source"] for row in manifest["settings"]}
     assert (sources["engine.max_num_seqs"], sources["engine.sampler"]) == ("explicit", "default")
+
+
+def test_the_manifest_says_what_ran_where_and_nothing_of_whose_machine_it_was(
+    llm, short_folder, compiled
+):
+    manifest = llm.manifest()
+    assert manifest["versions"]["jax"] == jax.__version__
+    assert manifest["versions"]["numpy"] == np.__version__
+    assert "python" in manifest["versions"] and "deepinfer-jax" in manifest["versions"]
+    assert manifest["device"] == {"kind": "cpu", "name": "cpu", "count": 1}
+    assert manifest["level"] == "R1"
+    checkpoint = manifest["checkpoint"]
+    assert (checkpoint["model"], checkpoint["revision"]) == (short_folder.name, None)
+    variables = {row["name"]: row for row in manifest["variables"]}
+    assert variables["DEEPINFER_BATCH_INVARIANT"]["source"] == "default"
+    assert "device_count=8" in variables["XLA_FLAGS"]["value"]
+    text = json.dumps(manifest)
+    assert str(short_folder.parent) not in text and str(compiled.parent) not in text
 
 
 def test_the_plan_counts_what_is_held(llm):
@@ -359,51 +381,81 @@ def test_the_plan_counts_what_is_held(llm):
     assert plan.fits in (True, None)
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(folder, compiled, monkeypatch):
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
+    short_folder, compiled, monkeypatch
+):
     monkeypatch.setattr("deepinfer_jax.llm.free_bytes", lambda device: 1000)
     with pytest.raises(MemoryPlanError) as caught:
-        open_llm(folder, compiled)
+        open_llm(short_folder, compiled)
     assert "are available" in caught.value.what and "packed" in caught.value.do
 
 
-def test_an_unknown_argument_is_a_type_error_with_the_legal_ones(folder):
-    with pytest.raises(TypeError) as caught:
-        LLM(folder, max_seqs=4)
-    assert str(caught.value).startswith("LLM() got max_seqs, which it does not know. A misspelt")
-    assert "max_num_seqs" in str(caught.value)
+def test_an_unknown_argument_is_refused_with_the_nearest_one(short_folder):
+    with pytest.raises(ConfigError) as caught:
+        LLM(short_folder, max_seqs=4)
+    assert "max_seqs" in caught.value.what and "max_num_seqs" in str(caught.value)
 
 
-def test_a_config_without_weights_and_a_length_beyond_the_model_are_refused(folder):
+def test_a_model_that_is_named_wins_over_the_environment_even_if_it_is_the_default(monkeypatch):
+    monkeypatch.setenv("DEEPINFER_HF_MODEL_DIR", "/nowhere")
+    asked = {}
+
+    def stop(config, overrides, *, env, explicit):
+        asked.update(explicit)
+        raise ConfigError("Far enough.", "Why.", "Do.")
+
+    monkeypatch.setattr("deepinfer_jax.settings.load", stop)
+    for arguments, model in (((), None), (("nano",), "nano"), (("other",), "other")):
+        asked.clear()
+        with pytest.raises(ConfigError, match="Far enough"):
+            LLM(*arguments)
+        assert asked.get("model") == model
+    assert inspect.signature(LLM).parameters["model"].default == "nano"
+
+
+def test_an_unknown_option_of_a_streamed_chat_is_refused_at_once(llm):
+    with pytest.raises(RequestError) as caught:
+        llm.stream_chat(user("Hello"), thinkin=False)
+    assert str(caught.value) == (
+        "stream_chat got an unknown keyword 'thinkin'. Its keywords are those of chat: thinking, "
+        "effort, tools, tool_choice, response_format, task. Did you mean 'thinking'?"
+    )
+    assert isinstance(caught.value, TypeError)
+    options = list(inspect.signature(LLM.chat).parameters)[3:]
+    assert options == list(ChatOptions.__annotations__)
+
+
+def test_a_config_without_weights_and_a_length_beyond_the_model_are_refused(short_folder):
     with pytest.raises(ConfigError) as caught:
         LLM(config="tiny")
     assert "The config tiny describes a network, but no weights." in str(caught.value)
     with pytest.raises(ConfigError) as caught:
-        LLM(folder, max_model_len=2000)
+        LLM(short_folder, max_model_len=2000)
     assert "engine.max_model_len is 2000; the model's limit is 1088." in str(caught.value)
 
 
-def changed(folder, tmp_path, **changes):
-    shutil.copytree(folder, tmp_path / "model")
+def changed(short_folder, tmp_path, **changes):
+    shutil.copytree(short_folder, tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(short_config(**changes)))
     return tmp_path / "model"
 
 
-def test_a_tokenizer_that_does_not_match_the_config_is_refused(folder, tmp_path):
+def test_a_tokenizer_that_does_not_match_the_config_is_refused(short_folder, tmp_path):
     with pytest.raises(CheckpointError) as caught:
-        LLM(folder, tokenizer=package_folder("models") / "nano")
+        LLM(short_folder, tokenizer=package_folder("models") / "nano")
     assert "has ids up to 3071, but vocab_size is 288. An id without an embedding row" in str(
         caught.value
     )
     with pytest.raises(CheckpointError) as caught:
-        LLM(changed(folder, tmp_path, engram_compressed_vocab_size=254))
+        LLM(changed(short_folder, tmp_path, engram_compressed_vocab_size=254))
     assert "The tokenizer gives 253 compressed ids, but engram_compressed_vocab_size is" in str(
         caught.value
     )
 
 
-def test_engram_tables_of_a_size_that_the_hash_does_not_fill_are_refused(folder, tmp_path):
+def test_engram_tables_of_a_size_that_the_hash_does_not_fill_are_refused(short_folder, tmp_path):
     with pytest.raises(ConfigError) as caught:
-        LLM(changed(folder, tmp_path, engram_num_embeddings=[630, 840]))
+        LLM(changed(short_folder, tmp_path, engram_num_embeddings=[630, 840]))
     assert "engram_num_embeddings is [630, 840], but the hash of this config addresses [630, " in (
         str(caught.value)
     )

@@ -127,6 +127,23 @@ def test_kernels_merge_op_by_op(write):
     assert source_of(resolved, "engine.kernels.topk") == ("full_sort", "--set")
 
 
+@pytest.mark.parametrize(
+    "kernels", [(1, 2), (("linear",),), ((1, "xla"),), "linear", (("mhc", "a"), ("mhc", "b"))]
+)
+def test_kernels_that_are_no_pairs_of_op_and_name_are_refused(kernels):
+    with pytest.raises(ConfigError) as caught:
+        load(explicit={"kernels": kernels})
+    assert caught.value.what == (
+        f"engine.kernels is {kernels!r} (explicit), which is not a table of op = kernel name."
+    )
+
+
+def test_kernels_may_be_given_as_a_config_holds_them():
+    kernels = (("linear", "xla"), ("mhc", "xla"))
+    assert load(explicit={"kernels": kernels}).engine.kernels == kernels
+    assert load(explicit={"kernels": dict(kernels)}).engine.kernels == kernels
+
+
 def test_a_model_folder_from_the_environment_replaces_the_file_s_network(tmp_path, golden):
     (tmp_path / "config.json").write_bytes((golden / "config.json").read_bytes())
     resolved = load("tiny", env=Env(hf_model_dir=str(tmp_path)))
@@ -138,6 +155,40 @@ def test_a_model_folder_from_the_environment_replaces_the_file_s_network(tmp_pat
 def test_a_model_that_does_not_exist_is_refused_with_the_packaged_names():
     with pytest.raises(CheckpointError, match=r"no model 'nono'.*packaged models are: .*nano"):
         _ = load(explicit={"model": "nono"}).folder
+
+
+@pytest.mark.parametrize("model", ["./nano", "nano/"])
+def test_a_path_is_never_taken_for_a_packaged_name(tmp_path, monkeypatch, golden, model):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"no model '{model}'"):
+        settings.model_folder(model)
+    (tmp_path / "nano").mkdir()
+    (tmp_path / "nano" / "config.json").write_bytes((golden / "config.json").read_bytes())
+    assert settings.model_folder(model).resolve() == tmp_path / "nano"
+    assert settings.model_folder("nano") == settings.package_folder("models") / "nano"
+
+
+def test_a_config_s_path_is_never_taken_for_a_packaged_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no config './tiny'"):
+        load("./tiny")
+    (tmp_path / "tiny").write_text("[engine]\nmax_num_seqs = 3\n")
+    assert load("./tiny").engine.max_num_seqs == 3
+    assert load("tiny").engine.max_num_seqs == 8
+
+
+def test_a_config_that_cannot_be_read_is_refused(write, monkeypatch):
+    def denied(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    path = write("")
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value) == (
+        f"{path} cannot be read (Permission denied). A config that is left out would configure "
+        "another engine. Make it readable, or name another config."
+    )
 
 
 def test_a_config_extends_another_by_one_level(write):
@@ -197,6 +248,9 @@ def test_an_illegal_file_is_refused(write, text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("engine.kernels=5", "engine.kernels is 5 .--set., which is not a table of op"),
+        ("model.allow_unknown=3", "model.allow_unknown is 3 .--set., which is not true or"),
+        ("engine.max_num_seqs=3\nbatch_invariant=true", "max_num_seqs is '3.nbatch_inv"),
         ("engine.max_num_seqs", "not of the form table.key=value"),
         ("max_num_seqs=3", "not of the form table.key=value"),
         ("engines.max_num_seqs=3", "Did you mean engine"),
@@ -262,6 +316,15 @@ def test_the_digest_is_of_the_resolved_values(write):
     assert load("tiny", ["model.index_topk=8"]).digest() != load("tiny").digest()
     cached = load("nano", ["engine.max_num_seqs=7", "engine.compile_cache_dir=/c"])
     assert cached.digest() == by_line.digest()
+
+
+def test_the_digest_does_not_tell_where_the_model_lies(tmp_path, golden):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes((golden / "config.json").read_bytes())
+    digests = {load(explicit={"model": tmp_path / name}).digest() for name in ("a", "b")}
+    assert len(digests) == 1
+    assert digests != {load("nano").digest()}
 
 
 def test_canonical_json_is_plain_json_with_sorted_keys():

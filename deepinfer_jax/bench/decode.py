@@ -11,14 +11,15 @@ import logging
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from deepinfer_jax.llm import LLM
-from deepinfer_jax.request import SamplingParams
+from deepinfer_jax.request import RequestOutput
+from deepinfer_jax.sampling_params import SamplingParams
 
 LOG = logging.getLogger("deepinfer_jax.bench")
 _COPY_BYTES = 1 << 28
@@ -53,14 +54,25 @@ def weight_bytes(llm: LLM, rows: int) -> int:
     return total
 
 
+def finished(outputs: Sequence[RequestOutput]) -> None:
+    """Raise the first error among the outputs: a time without the work would be no measurement."""
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+
+
 def measure(llm: LLM, batch: int, tokens: int) -> dict[str, float]:
-    """Decode of `batch` sequences: tokens/s, milliseconds a step, share of time in host code."""
+    """Decode of `batch` sequences: tokens/s, milliseconds a step, share of time in host code.
+
+    `tokens` of each sequence, at least 2: the first comes from the prefill. Raises the error of a
+    request that cannot run.
+    """
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    llm.generate(["hello"] * batch, params)
+    finished(llm.generate(["hello"] * batch, params))
     steps, shares = [], []
     for _ in range(_REPEATS):
         before = dataclasses.replace(llm.meter)
-        llm.generate(["hello"] * batch, params)
+        finished(llm.generate(["hello"] * batch, params))
         after = llm.meter
         spent = after.decode_s - before.decode_s
         waited = after.decode_device_s - before.decode_device_s
@@ -77,31 +89,48 @@ def measure(llm: LLM, batch: int, tokens: int) -> dict[str, float]:
 
 
 def prefill(llm: LLM, tokens: int) -> float:
-    """Prompt tokens a second; median of five."""
+    """Prompt tokens a second; median of five. Raises the error of a prompt that cannot run."""
     ids = [3 + i % 200 for i in range(tokens)]
     params = SamplingParams(max_tokens=1, temperature=0)
-    llm.generate([ids], params)
+    finished(llm.generate([ids], params))
     times = []
     for _ in range(_REPEATS):
         before = llm.meter.prefill_s
-        llm.generate([ids], params)
+        finished(llm.generate([ids], params))
         times.append(llm.meter.prefill_s - before)
     return tokens / statistics.median(times)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    return number
+
+
+def _batches(text: str) -> list[int]:
+    return [_at_least(1)(part) for part in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The command; its table goes to the log, its figures are returned and logged as JSON."""
     parser = argparse.ArgumentParser(description="Time decode and prefill of a model.")
     parser.add_argument("--model", default="nano")
-    parser.add_argument("--batches", default="1,16")
-    parser.add_argument("--tokens", type=int, default=64, help="decoded tokens of a repeat")
-    parser.add_argument("--prompt", type=int, default=2000, help="prompt tokens of a prefill")
+    parser.add_argument("--batches", type=_batches, default=[1, 16], help="sizes, as in 1,16")
+    parser.add_argument(
+        "--tokens", type=_at_least(2), default=64, help="of each sequence, the prefill's among them"
+    )
+    parser.add_argument(
+        "--prompt", type=_at_least(1), default=2000, help="prompt tokens of a prefill"
+    )
     given = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    batches = [int(b) for b in given.batches.split(",")]
     bandwidth = copy_bandwidth()
     rows = []
-    for batch in batches:
+    for batch in given.batches:
         llm = LLM(given.model, max_num_seqs=batch)
         row = measure(llm, batch, given.tokens)
         row["floor_ms"] = 1e3 * row["weight_mb"] * 1e6 / bandwidth

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from deepinfer_jax.checkpoint.safetensors import StoredTensor
 from deepinfer_jax.checkpoint.shards import Checkpoint
+from deepinfer_jax.files import replacing
 
 BLOCK_BYTES = 4 << 20
 CACHE_NAME = ".deepinfer-digest.json"
@@ -107,9 +107,7 @@ def _write_cache(checkpoint: Checkpoint, digest: str) -> None:
     entry = {"definition": _DEFINITION, "files": _key(checkpoint), "digest": digest}
     path = _cache_path(checkpoint)
     try:
-        handle, temporary = tempfile.mkstemp(prefix=CACHE_NAME, suffix=".tmp", dir=path.parent)
-        with os.fdopen(handle, "w") as out:
-            json.dump(entry, out, indent=1)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(entry, indent=1))
     except OSError:
         return  # a read-only folder costs time at the next load, nothing else

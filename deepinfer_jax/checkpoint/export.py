@@ -1,8 +1,6 @@
 """Writing a model folder in either spelling: float weights in, `model.safetensors` out."""
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,10 @@ import numpy as np
 
 from deepinfer_jax.checkpoint.formats import encode_q4, encode_q8, encode_rows
 from deepinfer_jax.checkpoint.inventory import Spelling, inventory, scale_name
-from deepinfer_jax.checkpoint.safetensors import DTYPES, write_safetensors
+from deepinfer_jax.checkpoint.safetensors import DTYPES, TOKENIZER_KEY, write_safetensors
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CheckpointError
+from deepinfer_jax.files import replacing
 
 _ENCODE = {"q8": encode_q8, "q4": encode_q4, "engram_table": encode_rows}
 
@@ -64,24 +63,24 @@ def export(
     *,
     drafter: bool,
     spelling: Spelling = "release",
+    tokenizer_sha256: str | None = None,
 ) -> Path:
     """Write `model.safetensors` and `config.json` (the object `config_json`) into `folder`.
+
+    `tokenizer_sha256`, 64 hexadecimal digits, is of the tokenizer.json that the weights were
+    trained with; they are then refused beside any other (`Checkpoint.check_tokenizer`).
 
     The folder is made if need be; each file is written under a temporary name and renamed, the
     weights first. Returns the folder. Errors as `encode`, and ConfigError for a bad config.
     """
     config = ModelConfig.from_dict(config_json)
     stored = encode(weights, config, drafter=drafter, spelling=spelling)
+    metadata = {"format": spelling}
+    if tokenizer_sha256 is not None:
+        metadata[TOKENIZER_KEY] = tokenizer_sha256
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / "model.safetensors", stored, metadata={"format": spelling})
-    handle, temporary = tempfile.mkstemp(prefix=".config.json.", suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(handle, "w") as out:
-            json.dump(config_json, out, indent=1)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, folder / "config.json")
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_safetensors(folder / "model.safetensors", stored, metadata=metadata)
+    with replacing(folder / "config.json") as temporary:
+        temporary.write_text(json.dumps(config_json, indent=1))
     return folder

@@ -1,10 +1,10 @@
-"""Where a model's folder is: a path, a model that ships with the package, or the Hugging Face Hub.
+"""Where a model's folder is: a path, or a commit of a repository on the Hugging Face Hub.
 
 A download is pinned to one commit, happens under a lock, and counts only when it is complete.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from deepinfer_jax.errors import CheckpointError
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no leading dot: ./a and ../a are paths
+_REPO = re.compile(rf"({_PART}/{_PART})(?:@([\w./-]+))?")
 _AT_ONCE_S = 0.01  # long enough for one attempt to take a free lock
 
 
@@ -37,24 +38,22 @@ class ResolvedModel:
     """A complete model folder.
 
     Attributes:
-        path: holds config.json and weights.
-        source: why this folder: `folder` (a path was given), `bundled`, `override`, or `hub`.
+        path: holds config.json and weights, and from the Hub tokenizer.json too.
+        source: why this folder: `folder` (a path was given), `override`, or `hub`.
         repo: the Hub repository that was named, if any.
-        revision: the commit that was downloaded; None when the folder is the user's own.
+        commit: what was downloaded; None when the folder is the user's own.
     """
 
     path: Path
-    source: Literal["folder", "bundled", "override", "hub"]
+    source: Literal["folder", "override", "hub"]
     repo: str | None = None
-    revision: str | None = None
+    commit: str | None = None
 
 
 def resolve_model(
     name_or_path: str | Path,
     *,
-    revision: str | None = None,
     local_dir_override: str | Path | None = None,
-    bundled: Mapping[str, Path] | None = None,
     cache_dir: str | Path | None = None,
     lock_wait_s: float = 0.0,
     download: Download | None = None,
@@ -62,38 +61,38 @@ def resolve_model(
 ) -> ResolvedModel:
     """Find the folder of a model, downloading it if it is named by its Hub repository.
 
-    In order: a name of `bundled`; an existing folder; otherwise a repository `owner/name`, for
-    which `local_dir_override` stands in when given (then nothing is downloaded, and it must hold
-    config and weights). A `revision` that is not a commit hash is resolved to one, which the
-    result reports; the commit is then used from the cache if it is complete there.
+    An existing folder is taken as it is. Otherwise the name is a repository, `owner/name` or
+    `owner/name@revision`, for which `local_dir_override` stands in when given (then nothing is
+    downloaded, and it must hold config and weights). A revision that is not a commit hash, or the
+    default branch without one, is resolved to a commit, which the result reports; the commit is
+    then used from the cache if it is complete there.
 
     Two processes must not download into one cache directory: the second waits `lock_wait_s`
     seconds, by default not at all, and is then refused. `download` and `find_commit` (repository,
     revision -> commit hash) default to the Hub's. Raises CheckpointError for all of it.
     """
-    name = str(name_or_path)
-    path = (bundled or {}).get(name, Path(name))
+    name, path = str(name_or_path), Path(name_or_path)
     if path.is_dir():
-        source = "bundled" if name in (bundled or {}) else "folder"
-        _refuse_revision(path, revision)
         check_model_folder(path)
-        return ResolvedModel(path, source)
-    if not _REPO.fullmatch(name) or name in (bundled or {}):
+        return ResolvedModel(path, "folder")
+    named = _REPO.fullmatch(name)
+    if named is None:
         raise CheckpointError(
             f"There is no model {name!r}: no such folder, and not a repository owner/name.",
-            "A model is a folder, a Hugging Face repository, or one of "
-            f"{', '.join(sorted(bundled or {})) or 'none'} that ship with the package.",
+            "A model is a folder or a Hugging Face repository, which may be pinned as "
+            "owner/name@revision.",
             "Check the spelling of the name or path.",
         )
+    repo, revision = named.groups()
     if local_dir_override is not None:
         path = Path(local_dir_override)
         _refuse_revision(path, revision)
         check_model_folder(path)
-        return ResolvedModel(path, "override", name)
-    commit = _commit_of(name, revision, find_commit or _hub_commit)
+        return ResolvedModel(path, "override", repo)
+    commit = _commit_of(repo, revision, find_commit or _hub_commit)
     cache = Path(cache_dir) if cache_dir is not None else _hub_cache()
-    path = _download(name, commit, cache, lock_wait_s, download or _hub_download)
-    return ResolvedModel(path, "hub", name, commit)
+    path = _download(repo, commit, cache, lock_wait_s, download or _hub_download)
+    return ResolvedModel(path, "hub", repo, commit)
 
 
 def check_model_folder(path: Path) -> None:
@@ -134,7 +133,7 @@ def _commit_of(
             f"Revision {revision or 'main'!r} of {repo} could not be resolved to a commit "
             f"({_short(error)}).",
             "A branch or tag moves, so a run is pinned to the commit that it stands for.",
-            "Give a commit hash as revision, go online, or set DEEPINFER_HF_MODEL_DIR.",
+            f"Name a commit as {repo}@COMMIT, go online, or set DEEPINFER_HF_MODEL_DIR.",
         ) from error
 
 
@@ -153,16 +152,27 @@ def _download(repo: str, commit: str, cache: Path, lock_wait_s: float, download:
                 "The Hub could not be reached, refused, or the disk is full.",
                 "Try again (finished files are kept), or set DEEPINFER_HF_MODEL_DIR.",
             ) from error
-        check_model_folder(path)
+        _check_download(path)
     return path
+
+
+def _check_download(path: Path) -> None:
+    """As `check_model_folder`; a download also brings the tokenizer."""
+    check_model_folder(path)
+    if not (path / "tokenizer.json").is_file():
+        raise CheckpointError(
+            f"{path} has no tokenizer.json.",
+            "The repository lacks it, and without it no text can be read or written.",
+            "Choose another revision, or set DEEPINFER_HF_MODEL_DIR to a complete model folder.",
+        )
 
 
 def _complete(repo: str, commit: str, cache: Path, download: Download) -> Path | None:
     """The commit's folder if the cache holds all of it."""
     try:
         path = Path(download(repo, commit, cache_dir=cache, local_only=True))
-        check_model_folder(path)
-    except (OSError, CheckpointError):
+        _check_download(path)
+    except (OSError, ValueError, CheckpointError):  # ValueError: a name that the client refuses
         return None
     return path
 

@@ -1,6 +1,6 @@
-"""From a checkpoint on disk to NumPy arrays: everything is checked before anything is read."""
+"""From a checkpoint on disk to NumPy arrays: all is checked first, then decoded one by one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -19,10 +19,9 @@ from deepinfer_jax.checkpoint.formats import (
 )
 from deepinfer_jax.checkpoint.inventory import Spelling, TensorSpec, scale_name
 from deepinfer_jax.checkpoint.match import Match, match
-from deepinfer_jax.checkpoint.safetensors import DTYPES
 from deepinfer_jax.checkpoint.shards import Checkpoint, open_checkpoint
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.errors import CheckpointError, ConfigError, MemoryPlanError
+from deepinfer_jax.errors import CheckpointError, ConfigError
 
 Formats = Literal["dequantized", "packed"]
 EngramPlace = Literal["device", "host", "mmap"]
@@ -33,28 +32,70 @@ _DECODE = {"q8": decode_q8, "q4": decode_q4, "engram_table": decode_rows}
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A checkpoint's weights.
+class Weights(Mapping[str, np.ndarray]):
+    """Weights by release name, decoded when they are looked up and not kept.
+
+    Dequantized: one `X.weight` per linear. Packed: `X.weight` codes (E4M3, or uint8 with two E2M1
+    codes) and `X.scale` E8M0. Arrays are read-only; those whose bytes are as stored are views of
+    the memory-mapped file. A look-up raises CheckpointError when a decoded value is no finite
+    number of `dtype`.
 
     Attributes:
-        tensors: read-only arrays by release name. Dequantized: one `X.weight` per linear.
-            Packed: `X.weight` codes (E4M3, or uint8 with two E2M1 codes) and `X.scale` E8M0.
+        checkpoint: what is read.
+        specs: of every weight, in the order of the inventory; None for scales.
+        spelling: of the files.
+        formats: `dequantized` or `packed`.
+        dtype: of dequantized weights.
+    """
+
+    checkpoint: Checkpoint
+    specs: Mapping[str, TensorSpec | None]
+    spelling: Spelling
+    formats: Formats
+    dtype: np.dtype
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        spec, stored = self.specs[name], self.checkpoint.array(name)
+        if spec is None:
+            return stored
+        if spec.kind == "plain" or self.spelling == "dequantized":
+            wide = self.dtype == np.float32
+            array = stored.astype(np.float32 if wide else stored.dtype, copy=False)
+        elif self.formats == "packed":
+            return stored.view(np.uint8) if spec.kind == "q4" else stored
+        else:
+            scales = self.checkpoint.array(scale_name(name))
+            array = _DECODE[spec.kind](name, stored, scales, self.dtype)
+        array.flags.writeable = False
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that fits its config.
+
+    Attributes:
+        tensors: the weights by release name, decoded one by one.
         engram: tables left outside `tensors`, by layer; empty when they are on the device.
         spelling: what the files hold, `release` or `dequantized`.
         formats: what `tensors` holds, `dequantized` or `packed`.
         drafter: `mtp.*` is among the tensors.
         digest: of the stored bytes, or None when it was not asked for.
-        bytes: what the tensors and the tables in host memory need.
-        ignored: stored tensors that are copies of others and were not read.
+        ignored: stored tensors that are copies of others and are not read.
     """
 
-    tensors: Mapping[str, np.ndarray]
+    tensors: Weights
     engram: Mapping[int, EngramTable]
     spelling: Spelling
     formats: Formats
     drafter: bool
     digest: str | None
-    bytes: int
     ignored: tuple[str, ...]
 
 
@@ -67,111 +108,58 @@ def load(
     engram: EngramPlace = "device",
     dtype: FloatType = "bfloat16",
     digest: bool = True,
+    tokenizer_sha256: str | None = None,
     progress: Progress | None = None,
-    available_bytes: int | None = None,
     workers: int | None = None,
 ) -> Loaded:
-    """Load the checkpoint at `path` (a folder or one file) for `config`.
+    """Open and check the checkpoint at `path` (a folder or one file) for `config`.
 
     `formats` keeps the release's codes and scales, or dequantizes them exactly. `dtype` is the
     type of dequantized weights; with float32, BF16 tensors are widened too (float32 ones are
     never narrowed). `engram` puts the tables among the tensors (`device`), or leaves them in host
-    memory or on disk, to be read row by row. `drafter` as in `match`. Arrays whose bytes are as
-    stored are memory-mapped views, so they cost memory when they are touched.
+    memory or on disk, to be read row by row. `drafter` as in `match`; weights that are left out
+    are checked by name, shape and type, and not read. `tokenizer_sha256`, of the tokenizer.json in
+    use, is compared with the one that the weights name, if they name one.
 
-    `progress(phase, done_bytes, total_bytes)` is called for the phases `digest` and `load`.
-    `available_bytes` is compared with what the result needs before any tensor is read; None
-    leaves that to the caller (see `memory_need`).
+    Tensors cost memory when they are looked up, tables in host memory at once.
+    `progress("digest", done_bytes, total_bytes)` is called while the digest is computed. When all
+    is read, `tensors.checkpoint.check_unchanged` says whether it was one version of the files.
 
-    Raises CheckpointError for files that are damaged or do not match, MemoryPlanError when they
-    do not fit, ConfigError for an unknown option. Nothing is returned half-loaded.
+    Raises CheckpointError for files that are damaged or do not match, ConfigError for an unknown
+    option.
     """
     _check_option("formats", formats, get_args(Formats))
     _check_option("engram", engram, get_args(EngramPlace))
     _check_option("dtype", dtype, get_args(FloatType))
     checkpoint = open_checkpoint(path)
+    if tokenizer_sha256 is not None:
+        checkpoint.check_tokenizer(tokenizer_sha256)
     matched = match(checkpoint, config, drafter=drafter)
-    need = memory_need(checkpoint, matched, formats=formats, engram=engram, dtype=dtype)
-    total = sum(need.values())
-    if available_bytes is not None and total > available_bytes:
-        largest = sorted(need, key=need.__getitem__, reverse=True)[:3]
-        parts = ", ".join(f"{name} {_gib(need[name])}" for name in largest)
-        raise MemoryPlanError(
-            f"The weights of {checkpoint.path} need {_gib(total)} ({total:,} bytes) and "
-            f"{_gib(available_bytes)} are available.",
-            f"With formats={formats}, engram={engram}, dtype={dtype} the largest parts are "
-            f"{parts}.",
-            "Keep the formats packed, leave the Engram tables on disk, or use more devices.",
-        )
-    mapped = {n for n, s in matched.specs.items() if s.kind == "engram_table" and engram == "mmap"}
-    _check_numbers(checkpoint, matched, skip=mapped)
-    root = tree_digest(checkpoint, workers=workers, progress=progress) if digest else None
-
-    tensors: dict[str, np.ndarray] = {}
-    tables: dict[int, EngramTable] = {}
-    done = 0
-    for name, spec in matched.specs.items():
-        if spec.kind == "engram_table" and engram != "device":
-            layer = int(name.split(".")[1])
-            tables[layer] = _table(checkpoint, name, in_memory=engram == "host", dtype=dtype)
-        else:
-            tensors |= _read(checkpoint, matched, name, spec, formats, dtype)
-        done += _need_of(checkpoint, matched, name, spec, formats, engram, dtype)
-        if progress is not None:
-            progress("load", done, total)
-    checkpoint.check_unchanged()
-    return Loaded(
-        tensors, tables, matched.spelling, formats, matched.drafter, root, total, matched.ignored
-    )
-
-
-def memory_need(
-    checkpoint: Checkpoint,
-    matched: Match,
-    *,
-    formats: Formats,
-    engram: EngramPlace,
-    dtype: FloatType,
-) -> dict[str, int]:
-    """Bytes that `load` with these options will hold, by component, from headers alone.
-
-    Raises CheckpointError when packed formats are asked of a dequantized checkpoint.
-    """
     if formats == "packed" and matched.spelling == "dequantized":
         raise CheckpointError(
             f"{checkpoint.path} is dequantized, and packed formats were asked for.",
             "It has no scales, and choosing new ones could round the weights.",
             "Load it with formats=dequantized, or export it in the release formats.",
         )
-    need: dict[str, int] = {}
+    mapped = {n for n, s in matched.specs.items() if s.kind == "engram_table" and engram == "mmap"}
+    _check_numbers(checkpoint, matched, skip=mapped)
+    root = tree_digest(checkpoint, workers=workers, progress=progress) if digest else None
+
+    specs: dict[str, TensorSpec | None] = {}
+    tables: dict[int, EngramTable] = {}
     for name, spec in matched.specs.items():
-        nbytes = _need_of(checkpoint, matched, name, spec, formats, engram, dtype)
-        need[spec.component] = need.get(spec.component, 0) + nbytes
-    return need
-
-
-def _need_of(
-    checkpoint: Checkpoint,
-    matched: Match,
-    name: str,
-    spec: TensorSpec,
-    formats: Formats,
-    engram: EngramPlace,
-    dtype: FloatType,
-) -> int:
-    stored = [checkpoint.tensors[n].nbytes for n in spec.stored(name, matched.spelling)]
-    if spec.kind == "engram_table" and engram != "device":
-        return sum(stored) if engram == "host" else 0
-    if len(stored) == 2:
-        wide = spec.parameters * _FLOAT[dtype].itemsize
-        return sum(stored) if formats == "packed" else wide
-    return spec.parameters * _held_type(checkpoint, name, dtype).itemsize
-
-
-def _held_type(checkpoint: Checkpoint, name: str, dtype: FloatType) -> np.dtype:
-    """Type in the result of a tensor without scales: as stored, or widened to float32."""
-    stored = DTYPES[checkpoint.tensors[name].dtype]
-    return stored if dtype == "bfloat16" else _FLOAT["float32"]
+        if spec.kind == "engram_table" and engram != "device":
+            layer = int(name.split(".")[1])
+            tables[layer] = _table(checkpoint, name, in_memory=engram == "host", dtype=dtype)
+        else:
+            specs[name] = spec
+            if formats == "packed" and spec.kind != "plain":
+                specs[scale_name(name)] = None
+    checkpoint.check_unchanged()
+    tensors = Weights(checkpoint, specs, matched.spelling, formats, _FLOAT[dtype])
+    return Loaded(
+        tensors, tables, matched.spelling, formats, matched.drafter, root, matched.ignored
+    )
 
 
 def _check_numbers(checkpoint: Checkpoint, matched: Match, *, skip: set[str]) -> None:
@@ -184,28 +172,6 @@ def _check_numbers(checkpoint: Checkpoint, matched: Match, *, skip: set[str]) ->
         check_scales(scale_name(name), checkpoint.array(scale_name(name)))
         if spec.kind != "q4":
             check_codes(name, checkpoint.array(name))
-
-
-def _read(
-    checkpoint: Checkpoint,
-    matched: Match,
-    name: str,
-    spec: TensorSpec,
-    formats: Formats,
-    dtype: FloatType,
-) -> dict[str, np.ndarray]:
-    array = checkpoint.array(name)
-    if spec.kind == "plain" or matched.spelling == "dequantized":
-        held = array.astype(_held_type(checkpoint, name, dtype), copy=False)
-        held.flags.writeable = False
-        return {name: held}
-    scales = checkpoint.array(scale_name(name))
-    if formats == "packed":
-        codes = array.view(np.uint8) if spec.kind == "q4" else array
-        return {name: codes, scale_name(name): scales}
-    decoded = _DECODE[spec.kind](name, array, scales, _FLOAT[dtype])
-    decoded.flags.writeable = False
-    return {name: decoded}
 
 
 def _table(checkpoint: Checkpoint, name: str, *, in_memory: bool, dtype: FloatType) -> EngramTable:
@@ -226,7 +192,3 @@ def _check_option(name: str, value: str, legal: tuple[str, ...]) -> None:
             f"It is one of {', '.join(legal)}.",
             f"Choose one of them for {name}.",
         )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3f} GiB"

@@ -5,7 +5,6 @@ import math
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from deepinfer_jax.errors import CheckpointError
+from deepinfer_jax.files import replacing
+
+TOKENIZER_KEY = "tokenizer_sha256"  # in a file's metadata: of the tokenizer.json it belongs to
 
 DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -60,12 +62,28 @@ class StoredTensor:
     nbytes: int
 
 
-def map_file(path: Path, index: int) -> tuple[mmap.mmap, tuple[int, int], dict[str, StoredTensor]]:
-    """Check the header of `path` and map the file into memory, read-only.
+@dataclass(frozen=True)
+class MappedFile:
+    """One safetensors file whose header was checked.
 
-    `index` is written into each `StoredTensor.file`. Returns the map, (size in bytes, modification
-    time in ns) and the tensors by name. Raises CheckpointError unless the tensors fill the file
-    exactly, in known types, without gap, overlap or missing byte.
+    Attributes:
+        map: the file's bytes, read-only.
+        stat: (size in bytes, modification time in ns).
+        tensors: by name.
+        metadata: the header's own texts.
+    """
+
+    map: mmap.mmap
+    stat: tuple[int, int]
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+
+
+def map_file(path: Path, index: int) -> MappedFile:
+    """Check the header of `path` and map the file into memory.
+
+    `index` is written into each `StoredTensor.file`. Raises CheckpointError unless the tensors
+    fill the file exactly, in known types, without gap, overlap or missing byte.
     """
     with path.open("rb") as file:
         stat = os.fstat(file.fileno())
@@ -78,9 +96,12 @@ def map_file(path: Path, index: int) -> tuple[mmap.mmap, tuple[int, int], dict[s
         if size < 8 + length:
             raise _truncated(path, size, 8 + length)
         header = _parse_header(path, file.read(length))
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise _damaged(path, "its __metadata__ is not a table of texts")
         tensors = _place(path, header, index, 8 + length, size)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return mapped, (size, stat.st_mtime_ns), tensors
+    return MappedFile(mapped, (size, stat.st_mtime_ns), tensors, metadata)
 
 
 def write_safetensors(
@@ -115,19 +136,12 @@ def write_safetensors(
         end += array.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(struct.pack("<Q", len(text)) + text)
-            for name in order:
-                out.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as temporary, temporary.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            out.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
@@ -161,7 +175,6 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
         raise _damaged(path, f"its header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not a JSON object")
-    header.pop("__metadata__", None)
     return header
 
 

@@ -13,7 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from deepinfer_jax.checkpoint.safetensors import DTYPES, StoredTensor, map_file
+from deepinfer_jax.checkpoint.safetensors import (
+    DTYPES,
+    TOKENIZER_KEY,
+    StoredTensor,
+    map_file,
+)
 from deepinfer_jax.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -29,12 +34,14 @@ class Checkpoint:
         files: the safetensors files, in name order.
         stats: (size in bytes, modification time in ns) of each file when it was opened.
         tensors: every tensor by name.
+        metadata: of each file, its header's own texts.
     """
 
     path: Path
     files: tuple[Path, ...]
     stats: tuple[tuple[int, int], ...]
     tensors: Mapping[str, StoredTensor]
+    metadata: tuple[Mapping[str, str], ...]
     _maps: tuple[mmap.mmap, ...] = field(repr=False)
 
     def array(self, name: str) -> np.ndarray:
@@ -60,6 +67,21 @@ class Checkpoint:
             begin = tensor.start - tensor.start % mmap.PAGESIZE
             length = tensor.start + tensor.nbytes - begin
             self._maps[tensor.file].madvise(mmap.MADV_RANDOM, begin, length)
+
+    def check_tokenizer(self, sha256: str) -> None:
+        """Raise CheckpointError if the weights name another tokenizer.json than that of `sha256`.
+
+        Files name theirs in the metadata `tokenizer_sha256`, or do not: the release names none.
+        """
+        for path, metadata in zip(self.files, self.metadata, strict=True):
+            wanted = metadata.get(TOKENIZER_KEY, sha256)
+            if wanted != sha256:
+                raise CheckpointError(
+                    f"{path} belongs to the tokenizer.json of SHA-256 {wanted}, and the tokenizer "
+                    f"here has {sha256}.",
+                    "With another tokenizer every token id would mean something else.",
+                    "Use the tokenizer.json that came with these weights.",
+                )
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file was replaced or rewritten since it was opened."""
@@ -115,22 +137,28 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"Add {INDEX_NAME}, or keep one file in the folder.",
             )
     tensors: dict[str, StoredTensor] = {}
-    maps, stats = [], []
+    mapped = []
     for index, file in enumerate(files):
-        mapped, stat, found = map_file(file, index)
-        twice = sorted(set(found) & set(tensors))
+        one = map_file(file, index)
+        twice = sorted(set(one.tensors) & set(tensors))
         if twice:
             raise CheckpointError(
                 f"{len(twice)} tensors are stored twice: {', '.join(twice)}.",
                 f"{file.name} repeats names of an earlier shard, and either copy could be right.",
                 "Export the checkpoint again.",
             )
-        tensors |= found
-        maps.append(mapped)
-        stats.append(stat)
+        tensors |= one.tensors
+        mapped.append(one)
     if weight_map is not None:
         _check_index(path / INDEX_NAME, weight_map, tensors, files)
-    return Checkpoint(path, tuple(files), tuple(stats), _strip_prefix(path, tensors), tuple(maps))
+    return Checkpoint(
+        path=path,
+        files=tuple(files),
+        stats=tuple(one.stat for one in mapped),
+        tensors=_strip_prefix(path, tensors),
+        metadata=tuple(one.metadata for one in mapped),
+        _maps=tuple(one.map for one in mapped),
+    )
 
 
 def _stat_of(path: Path) -> tuple[int, int]:

@@ -12,7 +12,8 @@ import numpy as np
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.errors import DeepInferError, RequestError
-from deepinfer_jax.request import RequestOutput, SamplingParams, draw_seed, sample_seed
+from deepinfer_jax.request import CompletionOutput, RequestOutput
+from deepinfer_jax.sampling_params import SamplingParams, draw_seed, sample_seed
 from deepinfer_jax.text.chat import render
 from deepinfer_jax.text.output import ChatText, OutputText, PlainText
 from deepinfer_jax.text.tokenizer import Tokenizer
@@ -42,7 +43,14 @@ class Request:
     first_token: float | None = None
 
     def output(self, mode: str) -> RequestOutput:
-        """What it has produced so far; `mode` names the distribution of the log-probs."""
+        """All that it has produced; `mode` names the distribution of the log-probs."""
+        return self._made(s.completion(mode) for s in self.samples)
+
+    def news(self, stepped: Iterable[Sample], mode: str) -> RequestOutput:
+        """What its samples `stepped` have produced since they were last among them."""
+        return self._made(s.news(mode) for s in stepped)
+
+    def _made(self, outputs: Iterable[CompletionOutput]) -> RequestOutput:
         failed = next((s.error for s in self.samples if s.error is not None), None)
         metrics = {}
         if self.first_token is not None:
@@ -51,7 +59,7 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.ids,
-            outputs=tuple(s.completion(mode) for s in self.samples),
+            outputs=tuple(outputs),
             finished=all(s.finished for s in self.samples),
             error=self.error or failed,
             metrics=metrics,

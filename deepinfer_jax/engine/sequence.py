@@ -7,14 +7,11 @@ from typing import Any
 import numpy as np
 
 from deepinfer_jax.errors import DeepInferError
-from deepinfer_jax.request import (
-    CompletionOutput,
-    FinishReason,
-    SamplingParams,
-    TokenLogprobs,
-)
+from deepinfer_jax.request import CompletionOutput, FinishReason, TokenLogprobs
 from deepinfer_jax.sampling.philox import split64
 from deepinfer_jax.sampling.sampler import RowParams
+from deepinfer_jax.sampling_params import SamplingParams
+from deepinfer_jax.text.events import Answer
 from deepinfer_jax.text.output import OutputText
 
 
@@ -45,6 +42,8 @@ class Sequence:
     stop_reason: str | int | None = None
     error: DeepInferError | None = None
     _logprobs: list[tuple[float, np.ndarray, np.ndarray]] = field(default_factory=list)
+    _logprob_sum: float = 0.0
+    _told: int = 0  # tokens that `news` has given away
 
     @property
     def length(self) -> int:
@@ -93,11 +92,12 @@ class Sequence:
     def record(self, token: float, top_ids: np.ndarray, top: np.ndarray) -> None:
         """Keep the log-probs of the token that `append` takes next."""
         self._logprobs.append((token, top_ids, top))
+        self._logprob_sum += token
 
     def finish(self, reason: FinishReason, stop: str | int | None = None) -> None:
         """End the sequence."""
         self.text.finish(reason)
-        called = reason == "stop" and stop is None and self.text.tool_calls
+        called = reason == "stop" and stop is None and self.text.whole().tool_calls
         self.finish_reason = "tool_calls" if called else reason
         self.stop_reason = stop
 
@@ -107,28 +107,36 @@ class Sequence:
         self.finish("error")
 
     def completion(self, mode: str) -> CompletionOutput:
-        """What it has produced so far; `mode` names the distribution of the log-probs."""
-        logprobs, total = None, None
-        if self.params.logprobs is not None and self._logprobs:
-            values, ids, tops = zip(*self._logprobs, strict=True)
+        """All that it has produced; `mode` names the distribution of the log-probs."""
+        return self._made(mode, self.text.whole(), 0)
+
+    def news(self, mode: str) -> CompletionOutput:
+        """What it has produced since the last call."""
+        begin, self._told = self._told, len(self.output)
+        return self._made(mode, self.text.new(), begin)
+
+    def _made(self, mode: str, said: Answer, begin: int) -> CompletionOutput:
+        """`said` with the tokens from number `begin` on."""
+        kept, logprobs = self._logprobs[begin:], None
+        if kept:
+            values, ids, tops = zip(*kept, strict=True)
             logprobs = TokenLogprobs(
                 token=np.asarray(values, np.float32),
                 top_ids=np.stack(ids),
                 top=np.stack(tops),
                 mode="raw" if mode == "raw" else "processed",
             )
-            total = float(np.sum(logprobs.token, dtype=np.float64))
         return CompletionOutput(
             index=self.index,
-            text=self.text.text,
-            token_ids=tuple(self.output),
+            text=said.content,
+            token_ids=tuple(self.output[begin:]),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=logprobs,
-            cumulative_logprob=total,
+            cumulative_logprob=self._logprob_sum if self._logprobs else None,
             seq_seed=self.seed,
-            reasoning=self.text.reasoning,
-            tool_calls=self.text.tool_calls,
+            reasoning=said.reasoning if self.text.thinks else None,
+            tool_calls=said.tool_calls,
         )
 
 

@@ -1,8 +1,9 @@
 """`deepinfer chat`: a conversation, typed on a terminal or given as messages."""
 
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 
 from deepinfer_jax.entrypoints import options
+from deepinfer_jax.entrypoints.answers import Transcript, keeping
 from deepinfer_jax.entrypoints.cli import FAILED
 from deepinfer_jax.entrypoints.engine_options import (
     Effort,
@@ -23,16 +25,12 @@ from deepinfer_jax.entrypoints.engine_options import (
 )
 from deepinfer_jax.entrypoints.generate import warm_up
 from deepinfer_jax.entrypoints.progress import Live
-from deepinfer_jax.entrypoints.results import (
-    Transcript,
-    completion_json,
-    console,
-    error_json,
-    error_text,
-)
+from deepinfer_jax.entrypoints.results import completion_json, console, json_text
 from deepinfer_jax.errors import ConfigError, DeepInferError, RequestError
 from deepinfer_jax.llm import LLM
-from deepinfer_jax.request import CompletionOutput, RequestOutput, SamplingParams
+from deepinfer_jax.request import CompletionOutput, RequestOutput
+from deepinfer_jax.sampling_params import SamplingParams
+from deepinfer_jax.text.options import ChatOptions
 
 _QUIT = "/quit"
 
@@ -67,6 +65,7 @@ def command(
     top_p: TopP = 1.0,
     top_k: TopK = -1,
     seq_seed: SeqSeed = None,
+    out: options.Out = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
@@ -84,20 +83,21 @@ def command(
         max_tokens=max_tokens,
         seq_seed=seq_seed,
     )
-    asked = {
-        "thinking": thinking,
-        "effort": effort_level(effort),
-        "tools": () if tools is None else _declarations(tools),
-    }
+    asked = ChatOptions(
+        thinking=thinking,
+        effort=effort_level(effort),
+        tools=() if tools is None else _declarations(tools),
+    )
     screen = console()
     with Live(quiet) as live:
         llm = open_engine(live, model=model, config=config, overrides=overrides)
-        if screen.is_terminal and not as_json:
-            warm_up(llm, params, live)
-        talk = Conversation(llm, params, asked, system)
-        if not message:
-            return _typed(talk, screen, live)
-        return _given(talk, message, None if as_json else screen, live)
+        with keeping(out, llm) as keep:
+            if screen.is_terminal and not as_json:
+                warm_up(llm, params, live)
+            talk = Conversation(llm, params, asked, system, keep)
+            if not message:
+                return _typed(talk, screen, live)
+            return _given(talk, message, None if as_json else screen, live)
 
 
 class Conversation:
@@ -107,8 +107,25 @@ class Conversation:
         messages: as the chat completions protocol has them.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, asked: dict[str, Any], system: str | None):
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        asked: ChatOptions,
+        system: str | None = None,
+        keep: Callable[[RequestOutput], None] = lambda output: None,
+    ):
+        """Begin one.
+
+        Args:
+            llm: the engine.
+            params: how to draw.
+            asked: keywords of `LLM.stream_chat`.
+            system: the system message.
+            keep: called with every turn of the model; its request id is the turn's number.
+        """
         self._llm, self._params, self._asked = llm, params, asked
+        self._keep, self._turns = keep, 0
         self.messages: list[dict[str, Any]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -138,14 +155,21 @@ class Conversation:
         if last["role"] == "tool":
             self._unanswered.insert(0, last["tool_call_id"])
 
-    def answer(self) -> Iterator[RequestOutput]:
-        """The model's turn as it grows; a finished one is added to the history."""
-        for output in self._llm.stream_chat(self.messages, self._params, **self._asked):
-            if output.finished and output.error is None:
-                self._keep(output.outputs[0])
-            yield output
+    def answer(self, show: Callable[[CompletionOutput], None] = lambda part: None) -> RequestOutput:
+        """The model's turn, which is added to the history; `show` gets each part as it comes."""
+        parts = []
+        for part in self._llm.stream_chat(self.messages, self._params, **self._asked):
+            parts.append(part)
+            for new in part.outputs:
+                show(new)
+        whole = dataclasses.replace(RequestOutput.join(parts), request_id=f"{self._turns}")
+        self._turns += 1
+        self._keep(whole)
+        if whole.error is None:
+            self._remember(whole.outputs[0])
+        return whole
 
-    def _keep(self, sample: CompletionOutput) -> None:
+    def _remember(self, sample: CompletionOutput) -> None:
         kept: dict[str, Any] = {"role": "assistant", "content": sample.text}
         if sample.reasoning:
             kept["reasoning_content"] = sample.reasoning
@@ -179,10 +203,10 @@ def _given(talk: Conversation, turns: Sequence[str], screen: Console | None, liv
         if error is not None:
             break
     if error is not None:
-        print(error_text(error), file=sys.stderr)
+        print(error.as_text(), file=sys.stderr)
     if screen is None:
-        failure = None if error is None else error_json(error)
-        print(json.dumps({"answers": answers, "messages": talk.messages, "error": failure}))
+        failure = None if error is None else error.as_json()
+        print(json_text({"answers": answers, "messages": talk.messages, "error": failure}))
     return 0 if error is None else FAILED
 
 
@@ -202,7 +226,7 @@ def _typed(talk: Conversation, screen: Console, live: Live) -> int:
             continue
         output = _answer(talk, screen, live)
         if output.error is not None:
-            print(error_text(output.error), file=sys.stderr)
+            print(output.error.as_text(), file=sys.stderr)
             talk.take_back()
             code = FAILED
 
@@ -211,14 +235,16 @@ def _answer(talk: Conversation, screen: Console | None, live: Live) -> RequestOu
     """The finished turn, printed as it grows when there is a screen."""
     live.doing("computing")
     transcript = None if screen is None else Transcript(screen)
-    output = None
-    for output in talk.answer():
-        if transcript is not None and output.outputs:
+
+    def show(part: CompletionOutput) -> None:
+        if transcript is not None:
             live.clear()
-            show = transcript.end if output.finished else transcript.show
-            show(output.outputs[0])
+            transcript.show(part)
+
+    output = talk.answer(show)
     live.clear()
-    assert output is not None and output.finished, "every request ends"
+    if transcript is not None and output.outputs:
+        transcript.end(output.outputs[0])
     if output.outputs and output.outputs[0].finish_reason == "length":
         live.note(f"cut off after {len(output.outputs[0].token_ids)} tokens (--max-tokens)")
     return output

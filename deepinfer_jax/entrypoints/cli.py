@@ -10,17 +10,17 @@ Results go to standard output, everything else to standard error. A refusal is p
 sentences; under --json its parts are also one object `{"error": ...}` on standard output.
 """
 
-import functools
+import difflib
 import importlib
-import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from deepinfer_jax.errors import DeepInferError, MemoryPlanError, NoKernelError
+from deepinfer_jax.errors import ConfigError, DeepInferError, MemoryPlanError, NoKernelError
+from deepinfer_jax.report.versions import version_of
 
 # Command -> (module of this folder, one line for --help), in the order of --help.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -32,6 +32,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "Show the device, versions, variables, kernels and determinism level."),
 }
 FAILED, BAD_INPUT, CANNOT_RUN, INTERRUPTED = 1, 2, 3, 130
+# Depending on its version, Typer raises the errors of the click that is installed or of its own
+# copy; this is their base class in either.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def exit_code(error: DeepInferError) -> int:
@@ -41,20 +44,42 @@ def exit_code(error: DeepInferError) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command line (default: the process's); always ends in SystemExit."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Without any argument, the help is what is missing.
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        _build(arguments)(arguments, prog_name="deepinfer")
+        code = _run(arguments)
+    except DeepInferError as error:
+        print(error.as_text(), file=sys.stderr)
+        if "--json" in arguments:
+            print(json.dumps({"error": error.as_json()}, allow_nan=False))
+        code = exit_code(error)
     except KeyboardInterrupt:
-        _interrupted()
-        raise SystemExit(INTERRUPTED) from None
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        print("Interrupted. What was finished is kept.", file=sys.stderr)
+    raise SystemExit(code)
 
 
-def _build(arguments: Sequence[str]) -> typer.Typer:
+def _run(arguments: list[str]) -> int:
+    """The exit code of one command line; INTERRUPTED when Typer met a KeyboardInterrupt."""
     # No option before the command takes a value, so the first plain word is the command.
     typed = next((a for a in arguments if not a.startswith("-")), None)
+    if typed is not None and typed not in COMMANDS:
+        near = difflib.get_close_matches(typed, COMMANDS, 1)
+        raise ConfigError(
+            f"There is no command {typed!r}.",
+            f"The commands are {', '.join(COMMANDS)}.",
+            f"Did you mean {near[0]}?" if near else "Name one of these.",
+        )
+    try:
+        return _build(typed)(arguments, prog_name="deepinfer", standalone_mode=False) or 0
+    except _UsageError as error:
+        raise _misused(error, typed, arguments) from None
+
+
+def _build(typed: str | None) -> typer.Typer:
     app = typer.Typer(
         name="deepinfer",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -63,15 +88,14 @@ def _build(arguments: Sequence[str]) -> typer.Typer:
     for name, (module, line) in COMMANDS.items():
         function = _unloaded
         if name == typed:
-            loaded = importlib.import_module(f"deepinfer_jax.entrypoints.{module}")
-            function = _ended(loaded.command, as_json="--json" in arguments)
+            function = importlib.import_module(f"deepinfer_jax.entrypoints.{module}").command
         app.command(name, help=line)(function)
     return app
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"deepinfer-jax {importlib.metadata.version('deepinfer-jax')}")
+        print(f"deepinfer-jax {version_of('deepinfer-jax') or 'not installed'}")
         raise typer.Exit()
 
 
@@ -91,29 +115,34 @@ def _unloaded() -> None:
     raise AssertionError("a command that was not typed cannot run")
 
 
-def _ended(command: Callable[..., int | None], *, as_json: bool) -> Callable[..., None]:
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = command(*args, **kwargs)
-        except DeepInferError as error:
-            _refused(error, as_json=as_json)
-            code = exit_code(error)
-        except KeyboardInterrupt:
-            _interrupted()
-            code = INTERRUPTED
-        raise typer.Exit(code or 0)
+def _misused(error: Any, typed: str | None, arguments: Sequence[str]) -> ConfigError:
+    """What Typer refused about the words of a command line, in three sentences."""
+    program = " ".join(filter(None, ("deepinfer", typed)))
+    advice = f"See {program} --help."
+    if hasattr(error, "possibilities"):
+        near = list(error.possibilities or ())
+        return ConfigError(
+            f"{program} has no option {error.option_name}.",
+            "An option that is ignored would leave its default in force.",
+            f"Did you mean {near[0]}?" if near else advice,
+        )
+    param = getattr(error, "param", None)
+    value = None if param is None else _value(param.opts, arguments)
+    if value is not None:
+        return ConfigError(
+            f"{program}: {value[0]} is {value[1]!r}.", f"{error.message.rstrip('.')}.", advice
+        )
+    return ConfigError(
+        f"{program}: {error.format_message().rstrip('.')}.",
+        "Nothing was run, since what is meant is not clear.",
+        advice,
+    )
 
-    return run
 
-
-def _refused(error: DeepInferError, *, as_json: bool) -> None:
-    kind = type(error).__name__
-    print(f"{kind}: {error.what}\n  {error.why}\n  {error.do}", file=sys.stderr)
-    if as_json:
-        parts = {"kind": kind, "what": error.what, "why": error.why, "do": error.do}
-        print(json.dumps({"error": parts}))
-
-
-def _interrupted() -> None:
-    print("Interrupted. What was finished is kept.", file=sys.stderr)
+def _value(options: Sequence[str], arguments: Sequence[str]) -> tuple[str, str] | None:
+    """The last option among `options` that was typed, with its value."""
+    for place in range(len(arguments) - 1, -1, -1):
+        option, equals, value = arguments[place].partition("=")
+        if option in options and (equals or place + 1 < len(arguments)):
+            return option, value if equals else arguments[place + 1]
+    return None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,14 @@ from rich.table import Table
 from deepinfer_jax.checkpoint.inventory import inventory
 from deepinfer_jax.engine.engine import Meter
 from deepinfer_jax.entrypoints import options
+from deepinfer_jax.entrypoints.answers import Transcript, keeping
 from deepinfer_jax.entrypoints.engine_options import Model, open_engine
 from deepinfer_jax.entrypoints.progress import Live
-from deepinfer_jax.entrypoints.results import Transcript, completion_json, console
+from deepinfer_jax.entrypoints.results import completion_json, console, json_text
 from deepinfer_jax.llm import LLM
 from deepinfer_jax.model.cache import kv_bytes_per_token
-from deepinfer_jax.request import RequestOutput, SamplingParams
+from deepinfer_jax.request import RequestOutput
+from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.skills import facts, lookup
 from deepinfer_jax.skills.conversation import prompt
 from deepinfer_jax.skills.evaluation import distance
@@ -44,6 +45,7 @@ def command(
     model: Model = None,
     config: options.Config = None,
     overrides: options.Overrides = None,
+    out: options.Out = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
@@ -59,18 +61,21 @@ def command(
         llm.prepare(len(llm.tokenizer.encode_pieces(prompt(one.sample).pieces)) for one in shown)
         before = dataclasses.replace(llm.meter)
         outputs = []
-        for one in shown:
-            if not as_json:
-                live.clear()
-                _introduce(one, llm.tokenizer, screen)
-            outputs.append(_answer(llm, one, live, None if as_json else screen))
+        with keeping(out, llm) as keep:
+            for number, one in enumerate(shown):
+                if not as_json:
+                    live.clear()
+                    _introduce(one, llm.tokenizer, screen)
+                output = _answer(llm, one, live, None if as_json else screen)
+                keep(dataclasses.replace(output, request_id=f"{number}"))
+                outputs.append(output)
     totals = summary(llm, before, outputs, shown)
     if as_json:
         answers = [
             {"title": one.title, "expected": one.sample.answer, **completion_json(o.outputs[0])}
             for one, o in zip(shown, outputs, strict=True)
         ]
-        print(json.dumps({"answers": answers, **totals}))
+        print(json_text({"answers": answers, **totals}))
     else:
         _show(totals, screen)
     return 0
@@ -145,14 +150,17 @@ def _answer(llm: LLM, one: Shown, live: Live, screen: Console | None) -> Request
     messages, sample = list(one.sample.messages[:-1]), one.sample
     transcript = None if screen is None else Transcript(screen)
     live.doing("reading the prompt")
-    output = None
-    for output in llm.stream_chat(messages, params, thinking=sample.thinking):
-        if output.error is not None:
-            raise output.error
+    parts = []
+    for part in llm.stream_chat(messages, params, thinking=sample.thinking):
+        if part.error is not None:
+            raise part.error
+        parts.append(part)
         if transcript is not None:
             live.clear()
-            (transcript.end if output.finished else transcript.show)(output.outputs[0])
-    assert output is not None, "every request ends"
+            transcript.show(part.outputs[0])
+    output = RequestOutput.join(parts)
+    if transcript is not None:
+        transcript.end(output.outputs[0])
     if screen is not None and output.outputs[0].text != sample.answer:
         screen.out(f"  not the expected answer: {sample.answer}", highlight=False)
     return output

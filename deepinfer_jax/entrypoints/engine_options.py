@@ -27,7 +27,11 @@ Thinking = Annotated[
 ]
 Effort = Annotated[
     str | None,
-    typer.Option("--effort", metavar="LEVEL", help="none, low, medium, high, max, or 1..100."),
+    typer.Option(
+        "--effort",
+        metavar="LEVEL",
+        help="none, minimal, low, medium, high, xhigh, max, ultra, or 1..100.",
+    ),
 ]
 
 

@@ -1,8 +1,8 @@
 """`deepinfer eval`: a suite of held-out prompts, graded by exact match, as a table."""
 
 import difflib
-import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +13,10 @@ from deepinfer_jax.entrypoints import options
 from deepinfer_jax.entrypoints.cli import FAILED
 from deepinfer_jax.entrypoints.engine_options import Model, open_engine
 from deepinfer_jax.entrypoints.progress import Live
+from deepinfer_jax.entrypoints.results import check_can_write, json_text, write_json
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.llm import LLM
-from deepinfer_jax.request import SamplingParams
+from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.skills.evaluation import SUITE, Entry, Row, evaluate
 from deepinfer_jax.skills.sample import HELD_OUT_SEED
 
@@ -28,7 +29,11 @@ def command(
         int | None, typer.Option("--n", min=1, help="Prompts per skill instead of the suite's.")
     ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", help="Held-out seed; another one draws other prompts.")
+        int,
+        typer.Option(
+            "--seed",
+            help="Held-out seed; another one draws other prompts, but the facts skills' are fixed.",
+        ),
     ] = HELD_OUT_SEED,
     limit_skill: Annotated[
         list[str] | None,
@@ -48,15 +53,20 @@ def command(
     model: Model = None,
     config: options.Config = None,
     overrides: options.Overrides = None,
+    out: options.OutFile = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A list of rows on standard output.")
     ] = False,
     quiet: options.Quiet = False,
 ) -> int:
-    """Grade greedy answers. Prompts follow from the seed alone."""
+    """Grade greedy answers. With --out, what is finished is in the file after every skill."""
     chosen = _chosen(suite, limit_skill or ())
     for entry in chosen:
         entry.samples(seed, 0)  # refuses a seed that is trained on, before anything is loaded
+    if out is not None:
+        check_can_write(out)
+    rows: list[Row] = []
+    interrupted = False
     with Live(quiet) as live:
         llm = open_engine(
             live,
@@ -66,37 +76,61 @@ def command(
             arithmetic=arithmetic,
             kernels={"sparse_mla": "window_only"} if mask_main_kv else None,
         )
-        rows = run(llm, chosen, seed, n, live)
+        try:
+            for place, finished in enumerate(run(llm, chosen, seed, n, live), 1):
+                rows += finished
+                if out is not None:
+                    report = {
+                        "suite": suite,
+                        "seed": seed,
+                        "finished": place == len(chosen),
+                        "rows": [_as_json(row) for row in rows],
+                        "manifest": llm.manifest(),
+                    }
+                    write_json(out, report)
+        except KeyboardInterrupt:
+            interrupted = True
     if as_json:
-        print(json.dumps([_as_json(row) for row in rows]))
-    else:
+        print(json_text([_as_json(row) for row in rows]))
+    elif rows:
         _show(rows)
+    if interrupted:
+        raise KeyboardInterrupt
     return FAILED if strict and not all(row.passed for row in rows) else 0
 
 
-def run(llm: LLM, suite: Sequence[Entry], seed: int, count: int | None, live: Live) -> list[Row]:
-    """The rows of `suite`, each line's prompts in one call. Raises what a request failed with."""
-    rows: list[Row] = []
+def run(
+    llm: LLM, suite: Sequence[Entry], seed: int, count: int | None, live: Live
+) -> Iterator[list[Row]]:
+    """The rows of each line of `suite` in turn. Raises what a request failed with."""
     for place, entry in enumerate(suite, 1):
         phase = f"{entry.name}, skill {place} of {len(suite)}:"
+        yield _graded(llm, entry, seed, count, phase, live)
 
-        def tell(done: int, total: int, phase: str = phase) -> None:
-            live.doing(phase, f"{done} of {total} prompts")
 
-        def generate(
-            prompts: Sequence[Sequence[int]], max_tokens: int, tell: Any = tell
-        ) -> list[tuple[int, ...]]:
-            tell(0, len(prompts))
-            params = SamplingParams(temperature=0, max_tokens=max_tokens)
-            outputs = llm.generate(None, params, [list(ids) for ids in prompts], tell)
-            for output in outputs:
-                # A prompt that could not run is no wrong answer of the model.
-                if output.error is not None:
-                    raise output.error
-            return [output.outputs[0].token_ids for output in outputs]
+def _graded(
+    llm: LLM, entry: Entry, seed: int, count: int | None, phase: str, live: Live
+) -> list[Row]:
+    """One line's rows, its prompts in one call."""
+    start, before = time.monotonic(), llm.meter.output_tokens
 
-        rows += evaluate(generate, llm.tokenizer, [entry], seed=seed, count=count)
-    return rows
+    def tell(done: int, total: int) -> None:
+        spent = time.monotonic() - start
+        speed = (llm.meter.output_tokens - before) / spent if spent else 0.0
+        detail = f"{done} of {total} prompts, {speed:.0f} tokens/s"
+        live.doing(phase, detail, done=done, total=total)
+
+    def generate(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+        tell(0, len(prompts))
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        outputs = llm.generate(None, params, [list(ids) for ids in prompts], tell)
+        for output in outputs:
+            # A prompt that could not run is no wrong answer of the model.
+            if output.error is not None:
+                raise output.error
+        return [output.outputs[0].token_ids for output in outputs]
+
+    return evaluate(generate, llm.tokenizer, [entry], seed=seed, count=count)
 
 
 def _chosen(suite: str, names: Sequence[str]) -> tuple[Entry, ...]:

@@ -1,28 +1,22 @@
 """`deepinfer generate`: prompts in, texts out, in order."""
 
-import contextlib
-import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from deepinfer_jax.entrypoints import options
+from deepinfer_jax.entrypoints.answers import Transcript, keeping
 from deepinfer_jax.entrypoints.cli import FAILED
 from deepinfer_jax.entrypoints.engine_options import Model, SeqSeed, TopK, TopP, open_engine
 from deepinfer_jax.entrypoints.progress import Live
-from deepinfer_jax.entrypoints.results import (
-    ResultFolder,
-    Transcript,
-    as_json,
-    console,
-    error_text,
-)
+from deepinfer_jax.entrypoints.results import as_json, console, json_text
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.llm import LLM
-from deepinfer_jax.request import CompletionOutput, RequestOutput, SamplingParams
+from deepinfer_jax.request import CompletionOutput, RequestOutput
+from deepinfer_jax.sampling_params import SamplingParams
 
 
 def command(
@@ -77,17 +71,15 @@ def command(
     texts = _read(prompts)
     screen = console()
     streams = len(texts) == 1 and n == 1 and screen.is_terminal and not as_json_object
-    with Live(quiet) as live, contextlib.ExitStack() as closing:
+    with Live(quiet) as live:
         llm = open_engine(live, model=model, config=config, overrides=overrides)
-        folder = None if out is None else ResultFolder(out, llm.manifest())
-        if folder is not None:
-            closing.callback(folder.close)
-        transcript = Transcript(screen) if streams else None
-        if transcript is not None:
-            warm_up(llm, params, live)
-        finished = _run(llm, texts, params, chat, live, folder, transcript)
+        with keeping(out, llm) as keep:
+            transcript = Transcript(screen) if streams else None
+            if transcript is not None:
+                warm_up(llm, params, live)
+            finished = _run(llm, texts, params, chat, live, keep, transcript)
     if as_json_object:
-        print(json.dumps({"results": [as_json(output) for output in finished]}))
+        print(json_text({"results": [as_json(output) for output in finished]}))
     elif transcript is None:
         _print_all(screen, finished)
     if not as_json_object:
@@ -95,7 +87,7 @@ def command(
     failed = [output for output in finished if output.error is not None]
     for output in failed:
         assert output.error is not None
-        print(error_text(output.error), file=sys.stderr)
+        print(output.error.as_text(), file=sys.stderr)
     return FAILED if failed else 0
 
 
@@ -111,7 +103,7 @@ def _run(
     params: SamplingParams,
     chat: bool,
     live: Live,
-    folder: ResultFolder | None,
+    keep: Callable[[RequestOutput], None],
     transcript: Transcript | None,
 ) -> list[RequestOutput]:
     """All requests to their end, in the order of the prompts."""
@@ -121,19 +113,22 @@ def _run(
         stream = llm.stream_chat([[{"role": "user", "content": t}] for t in texts], params)
     else:
         stream = llm.stream(texts, params)
+    parts: dict[int, list[RequestOutput]] = {}
     finished: dict[int, RequestOutput] = {}
-    for output in stream:
-        if output.finished:
-            finished[int(output.request_id)] = output
-            if folder is not None:
-                folder.append(output)
+    for part in stream:
+        number = int(part.request_id)
+        parts.setdefault(number, []).append(part)
+        if part.finished:
+            finished[number] = RequestOutput.join(parts.pop(number))
+            keep(finished[number])
         if transcript is None:
             done = f"{len(finished)} of {len(texts)} requests"
             live.doing("computing", f"{done}, {llm.meter.output_tokens} tokens")
-        elif output.outputs:
+        elif part.outputs:
             live.clear()
-            show = transcript.end if output.finished else transcript.show
-            show(output.outputs[0])
+            transcript.show(part.outputs[0])
+            if part.finished:
+                transcript.end(finished[number].outputs[0])
     return [finished[number] for number in sorted(finished)]
 
 
@@ -160,7 +155,9 @@ def _print_all(screen: Console, outputs: Sequence[RequestOutput]) -> None:
         for sample in output.outputs:
             if many:
                 screen.out(f"[{_name(output, sample)}] ", highlight=False, end="")
-            Transcript(screen).end(sample)
+            transcript = Transcript(screen)
+            transcript.show(sample)
+            transcript.end(sample)
 
 
 def _print_details(screen: Console, outputs: Sequence[RequestOutput], show_ids: bool) -> None:

@@ -17,5 +17,9 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="Folder for what the command writes."),
 ]
+OutFile = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE.json", help="File that gets the result as JSON too."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]

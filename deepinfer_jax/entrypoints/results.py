@@ -1,26 +1,47 @@
-"""Outputs as commands show them: as JSON values, as text that grows, and as files of a folder."""
+"""Outputs as commands show and keep them: as JSON values, as files, and as lines of a folder."""
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 
-from deepinfer_jax.errors import ConfigError, DeepInferError
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.files import replacing
 from deepinfer_jax.request import CompletionOutput, RequestOutput, TokenLogprobs
 
 
+def json_text(content: Any, indent: int | None = None) -> str:
+    """Plain values as JSON that every parser reads: NaN and the infinities become null."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return content
+
+
 def as_json(output: RequestOutput) -> dict[str, Any]:
-    """One request as plain JSON values; durations in seconds, log-probs natural."""
+    """One request as plain JSON values; durations in seconds, log-probs natural.
+
+    A value that is not finite, such as the log-prob of a token that was ruled out, is None.
+    """
     return {
         "request_id": output.request_id,
         "prompt": output.prompt,
         "prompt_token_ids": list(output.prompt_token_ids),
         "outputs": [completion_json(sample) for sample in output.outputs],
-        "error": None if output.error is None else error_json(output.error),
-        "metrics": dict(output.metrics),
+        "error": None if output.error is None else output.error.as_json(),
+        "metrics": _finite(output.metrics),
     }
 
 
@@ -35,7 +56,7 @@ def completion_json(sample: CompletionOutput) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "stop_reason": sample.stop_reason,
         "seq_seed": sample.seq_seed,
-        "cumulative_logprob": sample.cumulative_logprob,
+        "cumulative_logprob": _finite(sample.cumulative_logprob),
         "logprobs": None if sample.logprobs is None else _logprobs_json(sample.logprobs),
     }
 
@@ -43,53 +64,10 @@ def completion_json(sample: CompletionOutput) -> dict[str, Any]:
 def _logprobs_json(found: TokenLogprobs) -> dict[str, Any]:
     return {
         "mode": found.mode,
-        "token": found.token.tolist(),
+        "token": _finite(found.token.tolist()),
         "top_ids": found.top_ids.tolist(),
-        "top": found.top.tolist(),
+        "top": _finite(found.top.tolist()),
     }
-
-
-def error_json(error: DeepInferError) -> dict[str, str]:
-    """The kind and the three sentences of a refusal."""
-    kind = type(error).__name__
-    return {"kind": kind, "what": error.what, "why": error.why, "do": error.do}
-
-
-def error_text(error: DeepInferError) -> str:
-    """A refusal as it is printed: its kind and three sentences on three lines."""
-    return f"{type(error).__name__}: {error.what}\n  {error.why}\n  {error.do}"
-
-
-class Transcript:
-    """Prints one sample as it grows: reasoning dim on a terminal, then the answer, then calls."""
-
-    def __init__(self, console: Console):
-        self._console = console
-        self._reasoning, self._text = 0, 0
-
-    def show(self, sample: CompletionOutput) -> None:
-        """Print what is new since the last call."""
-        thought = (sample.reasoning or "")[self._reasoning :]
-        if thought:
-            self._write(thought, style="dim")
-            self._reasoning += len(thought)
-        said = sample.text[self._text :]
-        if said:
-            if self._reasoning and not self._text:
-                self._write("\n\n")
-            self._write(said)
-            self._text += len(said)
-
-    def end(self, sample: CompletionOutput) -> None:
-        """Print the rest of a finished sample, its tool calls as JSON, and end the line."""
-        self.show(sample)
-        if self._text or self._reasoning or not sample.tool_calls:
-            self._write("\n")
-        for call in sample.tool_calls:
-            self._write(json.dumps({"name": call.name, "arguments": call.arguments}) + "\n")
-
-    def _write(self, text: str, style: str | None = None) -> None:
-        self._console.out(text, style=style, highlight=False, end="")
 
 
 def console() -> Console:
@@ -125,7 +103,7 @@ class ResultFolder:
 
     def append(self, output: RequestOutput) -> None:
         """Add one finished request."""
-        self._lines.write(json.dumps(as_json(output)) + "\n")
+        self._lines.write(json_text(as_json(output)) + "\n")
         self._lines.flush()
 
     def close(self) -> None:
@@ -134,7 +112,37 @@ class ResultFolder:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file whole: to a temporary name first, then renamed."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    """Write a JSON file whole. Raises ConfigError when it cannot be written."""
+    with writing(path) as temporary:
+        temporary.write_text(json_text(content, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """As `files.replacing`, with a ConfigError for what the disk or the folder refuses."""
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise _unwritable(path, error.strerror or str(error)) from None
+
+
+def check_can_write(path: Path) -> None:
+    """Refuse a file that could not be written, before what goes into it is computed.
+
+    Raises ConfigError when its folder is missing or read-only, or when it is a folder itself.
+    """
+    if path.is_dir():
+        raise _unwritable(path, "it is a folder")
+    if not path.parent.is_dir():
+        raise _unwritable(path, f"there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise _unwritable(path, f"the folder {path.parent} is read-only")
+
+
+def _unwritable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be written: {reason}.",
+        "The result goes there.",
+        "Name a file in a folder that exists and can be written.",
+    )

@@ -10,7 +10,6 @@ from typing import Any
 
 import flax.struct
 import jax
-import numpy as np
 
 from deepinfer_jax.config import LayerPlan, ModelConfig
 from deepinfer_jax.model.layers import rope_table
@@ -274,10 +273,3 @@ def build_params(
         rope_plain=rope_table(config, positions, compressed=False),
         rope_compressed=rope_table(config, positions, compressed=True),
     )
-
-
-def stack(spec: ParamSpec, read: Callable[[str], np.ndarray]) -> np.ndarray:
-    """The leaf of `spec` from checkpoint tensors read by name, stacked."""
-    names = spec.tensor_names()
-    rows = [np.stack([read(n) for n in row]) if spec.experts else read(row[0]) for row in names]
-    return np.stack(rows) if spec.layers else rows[0]

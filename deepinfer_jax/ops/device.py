@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from deepinfer_jax.errors import NoKernelError
 
 KINDS = ("cpu", "sm90", "sm100", "tpu", "ascend950")
@@ -80,6 +82,22 @@ class Device:
 def _parse_capability(text: str) -> tuple[int, int] | None:
     major, dot, minor = text.partition(".")
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
+
+
+def devices() -> list[Any]:
+    """The `jax.Device`s of this process, at least one; NoKernelError when JAX can use none."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        # After a first failure JAX fails an assertion that has no text.
+        asked = jax.config.jax_platforms
+        text = str(error).strip() or "no platform was started"
+        reason = text.splitlines()[0].partition(". ")[0].rstrip(".")
+        raise NoKernelError(
+            f"JAX can use no device of the platform asked for ({asked or 'the best one here'}).",
+            f"It says: {reason}.",
+            "Set JAX_PLATFORMS=cpu, or install what JAX needs for that platform.",
+        ) from None
 
 
 def free_bytes(device: Any) -> int | None:

@@ -66,6 +66,7 @@ def choose(
         NoKernelError: nothing fits; the message lists each kernel with its reason.
     """
     op = kernels[0].op
+    setting = f"engine.kernels.{op} or DEEPINFER_KERNEL_{op.upper()}"
     candidates = [k for k in kernels if wanted is None or k.name == wanted]
     if not candidates:
         names = [k.name for k in kernels]
@@ -73,7 +74,7 @@ def choose(
         raise NoKernelError(
             f"Op {op} has no kernel named {wanted!r}.",
             f"Its kernels are {', '.join(names)}.",
-            f"Set DEEPINFER_KERNEL_{op.upper()} to one of them (nearest: {near[0]}) or unset it.",
+            f"Set {setting} to one of them (nearest: {near[0]}) or unset it.",
         )
     refusals = []
     for kernel in candidates:
@@ -84,9 +85,12 @@ def choose(
     promise = "with batch invariance" if batch_invariant else "without further promises"
     others = [k.name for k in kernels if k.refusal(device, batch_invariant=batch_invariant) is None]
     if wanted is not None and others:
-        do = f"Unset DEEPINFER_KERNEL_{op.upper()}, or set it to {others[0]}."
+        do = f"Unset {setting}, or set it to {others[0]}."
     elif batch_invariant and any(k.refusal(device, batch_invariant=False) is None for k in kernels):
-        do = "Set DEEPINFER_BATCH_INVARIANT=0, or run on a device that keeps the promise."
+        do = (
+            "Set engine.batch_invariant=false or DEEPINFER_BATCH_INVARIANT=0, or run on a device "
+            "that keeps the promise."
+        )
     else:
         do = "Run on a device that one of these kernels names."
     raise NoKernelError(

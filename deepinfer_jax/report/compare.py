@@ -13,6 +13,7 @@ _IN_LAYER = (
 ).split()
 _BEFORE = ("token_ids", "prefill_len", "embed", "engram_hash", *_IN_LAYER[:3])
 _AFTER = ("main_hidden", "final_hidden", "logits")
+_INTEGERS, _NUMBERS = "biu", "biuf"  # NumPy's kinds; others, such as texts, have no distance
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Row:
         name: of the array.
         shape: in the first trace.
         differing: how many elements differ by more than the tolerance.
-        max_abs: largest absolute difference; inf when the shapes differ.
-        where: index of the largest difference.
+        max_abs: largest absolute difference; inf when the shapes differ, or when texts do.
+        where: index of the largest difference; () when the shapes differ.
     """
 
     name: str
@@ -48,20 +49,33 @@ def data_order(name: str) -> tuple[int, int, str]:
 def compare(
     a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], *, tolerance: float = 0.0
 ) -> list[Row]:
-    """Rows of the arrays that both traces have and that differ, in the order of the data."""
+    """Rows of the arrays that both traces have and that differ, in the order of the data.
+
+    Arrays of texts are compared too; no tolerance makes two texts equal.
+    """
     rows = []
     for name in sorted(set(a) & set(b), key=data_order):
         x, y = np.asarray(a[name]), np.asarray(b[name])
         if x.shape != y.shape:
             rows.append(Row(name, x.shape, x.size, float("inf"), ()))
             continue
-        with np.errstate(invalid="ignore"):  # infinity less infinity is NaN, settled below
-            delta = np.abs(x.astype(np.float64) - y.astype(np.float64))
-        # NaN against NaN is equal, NaN against a number differs by any measure.
-        delta = np.where(np.isnan(delta), np.where(np.isnan(x) & np.isnan(y), 0, np.inf), delta)
-        delta = np.where(x == y, 0, delta)  # equal infinities
+        delta = _distance(x, y)
         count = int((delta > tolerance).sum())
         if count:
             where = np.unravel_index(int(delta.argmax()), delta.shape)
             rows.append(Row(name, x.shape, count, float(delta.max()), tuple(int(i) for i in where)))
     return rows
+
+
+def _distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """How far apart the elements are, float64; inf between what has no finite distance."""
+    if x.dtype.kind not in _NUMBERS or y.dtype.kind not in _NUMBERS:
+        return np.where(x == y, 0.0, np.inf)
+    with np.errstate(invalid="ignore"):  # infinity less infinity is NaN, settled below
+        delta = np.abs(x.astype(np.float64) - y.astype(np.float64))
+    # NaN against NaN is equal, NaN against a number differs by any measure.
+    delta = np.where(np.isnan(delta), np.where(np.isnan(x) & np.isnan(y), 0, np.inf), delta)
+    delta = np.where(x == y, 0, delta)  # equal infinities
+    if x.dtype.kind in _INTEGERS and y.dtype.kind in _INTEGERS:
+        delta = np.maximum(delta, x != y)  # large integers, such as seeds, may round to one float
+    return delta

@@ -23,7 +23,10 @@ _GPU_FLAGS = {
 
 @dataclass(frozen=True)
 class Level:
-    """A level of `LEVELS`, the reason that it holds, and what the next one needs."""
+    """A level of `LEVELS`, the reason that it holds, and what the next one needs.
+
+    Both texts are one sentence without its full stop.
+    """
 
     name: str
     why: str
@@ -56,7 +59,9 @@ def level_of(ops: Ops, *, xla_flags: str, table: Mapping[str, Sequence[Kernel]] 
     elif kind == "cpu":
         why = "one compiled program and fixed shapes leave XLA on CPU one order of every sum"
     else:
-        return Level("R0", f"equal bits have not been measured on {kind}", f"R1 on {kind}: a proof")
+        return Level(
+            "R0", f"equal bits have not been measured on {kind}", f"R1 needs a proof on {kind}"
+        )
     if ops.batch_invariant:
         return Level(
             "R2", "every chosen kernel keeps rows apart", "R3 needs a seq_seed per request"
@@ -64,5 +69,6 @@ def level_of(ops: Ops, *, xla_flags: str, table: Mapping[str, Sequence[Kernel]] 
     try:
         select(ops.device, batch_invariant=True, table=table)
     except NoKernelError as error:
-        return Level("R1", why, f"R2 cannot be reached here. {error.what} {error.why}")
+        absent = f"{error.what.rstrip('.')} ({error.why.rstrip('.')})"
+        return Level("R1", why, f"R2 cannot be reached here: {absent}")
     return Level("R1", why, "R2 needs DEEPINFER_BATCH_INVARIANT=1")

@@ -5,10 +5,9 @@ folder keyed by what decides machine code: JAX's version, the platform and the p
 """
 
 import hashlib
-import os
 import platform
+import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,10 @@ from jax import export
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.files import replacing
 from deepinfer_jax.model.transformer import Network, forward, unembed
+from deepinfer_jax.ops.device import devices
 from deepinfer_jax.runner.step import OUTPUT_STRUCTURE, step
 
 # XLA may keep bfloat16 intermediates in float32, which would skip roundings that the arithmetic
@@ -27,7 +29,7 @@ _STRICT_ROUNDING = {"xla_allow_excess_precision": False}
 
 def one_device_mesh(device: Any = None) -> Mesh:
     """A mesh of one device with the axis `data`: the layout of a single chip."""
-    device = device or jax.devices()[0]
+    device = device or devices()[0]
     return jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=[device])
 
 
@@ -53,13 +55,7 @@ def _jit(function: Callable[..., Any], net: Network, mesh: Mesh, donate: tuple[i
     )
 
 
-def step_program(net: Network, mesh: Mesh, *, draw: str, logprobs: str, top: int) -> Any:
-    """The engine's step, jitted; arguments (params, cache, inputs), the cache donated."""
-    function = partial(step, net=net, draw=draw, logprobs=logprobs, top=top)
-    return _jit(function, net, mesh, donate=(1,))
-
-
-def compile_step(
+def lower_step(
     net: Network,
     mesh: Mesh,
     arguments: tuple[Any, Any, Any],
@@ -68,16 +64,18 @@ def compile_step(
     logprobs: str,
     top: int,
     kept: Path | None = None,
-) -> Callable[..., Any]:
-    """Compile the step for the shapes of `arguments` (params, state, inputs), ahead of its use.
+) -> jax.stages.Lowered:
+    """Lower the step for the shapes of `arguments` (params, state, inputs); no array is read.
 
-    `kept` is the folder that `keep_compiled` returned, or None. There the lowered program is kept
-    too, under a digest of the package's source and of everything that shapes the program, so that
-    a later start need not trace it again.
+    The program takes the leaves of the three, one after the other, donates the state's, and gives
+    the leaves of the new state and of `StepOutput`. Every one has its sharding written down.
+
+    `kept` is the folder that `keep_compiled` returned, or None. There the lowered program is kept,
+    under a digest of the package's source and of everything that shapes the program, so that a
+    later start need not trace it again.
     """
     shapes = abstract(arguments, replicated(mesh))
     leaves, tree = jax.tree.flatten(shapes)
-    out_tree = jax.tree.structure((arguments[1], OUTPUT_STRUCTURE))
     first = len(jax.tree.leaves(shapes[0]))
     donate = tuple(range(first, first + len(jax.tree.leaves(shapes[1]))))
 
@@ -92,8 +90,24 @@ def compile_step(
         network = (net.config, net.arithmetic, net.ops.device, net.ops.rows(), net.traced)
         what = (network, mesh, draw, logprobs, top, tree, leaves)
         path = kept / f"{_digest(source_digest(), *map(repr, what))}.stablehlo"
-        program = _jit(_lowered(path, program, leaves).call, net, mesh, donate)
-    executable = program.lower(*leaves).compile()
+        program = _jit(_exported(path, program, leaves).call, net, mesh, donate)
+    return program.lower(*leaves)
+
+
+def compile_step(
+    net: Network,
+    mesh: Mesh,
+    arguments: tuple[Any, Any, Any],
+    *,
+    draw: str,
+    logprobs: str,
+    top: int,
+    kept: Path | None = None,
+) -> Callable[..., Any]:
+    """Compile what `lower_step` lowers, ahead of its use; returns `step` of these arguments."""
+    lowered = lower_step(net, mesh, arguments, draw=draw, logprobs=logprobs, top=top, kept=kept)
+    executable = lowered.compile()
+    out_tree = jax.tree.structure((arguments[1], OUTPUT_STRUCTURE))
 
     def run(*given: Any) -> Any:
         return jax.tree.unflatten(out_tree, executable(*jax.tree.leaves(given)))
@@ -101,15 +115,14 @@ def compile_step(
     return run
 
 
-def _lowered(path: Path, program: Any, leaves: list[Any]) -> export.Exported:
+def _exported(path: Path, program: Any, leaves: list[Any]) -> export.Exported:
     """The program from `path`, or lowered now and written there."""
     if path.is_file():
         return export.deserialize(bytearray(path.read_bytes()))
-    lowered = export.export(program)(*leaves)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_bytes(lowered.serialize())
-    temporary.replace(path)
-    return lowered
+    exported = export.export(program)(*leaves)
+    with replacing(path) as temporary:
+        temporary.write_bytes(exported.serialize())
+    return exported
 
 
 def _digest(*parts: str) -> str:
@@ -145,15 +158,28 @@ def cache_key() -> str:
         lines = cpuinfo.read_text(errors="replace").splitlines()
         features += next((line for line in lines if line.startswith("flags")), "")
         features += next((line for line in lines if line.startswith("model name")), "")
-    device = jax.devices()[0]
+    device = devices()[0]
     text = f"{jax.__version__} {device.platform} {device.device_kind} {features}"
     return f"jax-{jax.__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def keep_compiled(folder: Path) -> Path:
-    """Keep executables under `folder`; returns the folder for this machine's kind."""
-    place = folder / cache_key()
-    place.mkdir(parents=True, exist_ok=True)
+    """Keep executables under `folder` (`~` is the home); returns the folder of this machine's kind.
+
+    Raises ConfigError when nothing can be written there.
+    """
+    place = folder.expanduser() / cache_key()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"The folder for compiled programs, {folder}, cannot be written "
+            f"({type(error).__name__}: {error.strerror}).",
+            "A program that is not kept would be compiled again at every start.",
+            "Set engine.compile_cache_dir to a folder that can be written, or leave it out.",
+        ) from error
     if jax.config.jax_compilation_cache_dir != str(place):
         jax.config.update("jax_compilation_cache_dir", str(place))
         compilation_cache.reset_cache()  # JAX opens its first folder once and stays with it

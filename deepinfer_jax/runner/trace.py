@@ -4,7 +4,8 @@ Array names and shapes are those of the reference data: `L{l}.x` belongs to laye
 come out as float32.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.params import Params
@@ -21,8 +23,10 @@ from deepinfer_jax.runner.compile import replicated, trace_program
 from deepinfer_jax.runner.step import init_state, pack_rows
 
 Arrays = dict[str, np.ndarray]
+Memory = Callable[[np.ndarray, int, int], tuple[np.ndarray, ...]]
 _PER_ENTRY = ("latent", "compress_kv", "index_k")
 _ENGRAM = ("engram_rows", "engram_gate", "engram_out")
+_RESIDUAL = re.compile(r"L(0|[1-9][0-9]*)\.(stream|pre_next)")
 
 
 @dataclass(frozen=True)
@@ -32,18 +36,23 @@ class TraceInput:
     Attributes:
         token_ids: int [1, t].
         prefill_len: prompt length; the rest is decoded token by token. None traces a prefill.
-        injected: residuals by layer: stream [t, s, d] and pre [t, s] entering that layer.
+        injected: by layer l, what leaves it: stream [1, t, s, d] and pre [1, t, s], for layer
+            l + 1; those of the last layer are not used.
+        alone: names of residuals that came without their other half; they are not injected.
     """
 
     token_ids: np.ndarray
     prefill_len: int | None
     injected: Mapping[int, tuple[np.ndarray, np.ndarray]]
+    alone: tuple[str, ...] = ()
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], vocab_size: int) -> "TraceInput":
         """Read `token_ids`, optional `prefill_len`, `L{l}.stream` and `L{l}.pre_next`.
 
-        Raises RequestError when the ids are missing, of a wrong shape or outside the vocabulary.
+        Other arrays are not read, so a trace can be the input of the next. Raises RequestError
+        when the ids are missing, of a wrong shape or outside the vocabulary. What depends on the
+        network is for `check`.
         """
         if "token_ids" not in arrays:
             raise RequestError(
@@ -80,27 +89,51 @@ class TraceInput:
                 "The prompt is the first part of token_ids.",
                 f"Give a length from 1 to {ids.shape[1]}.",
             )
-        injected = {}
-        for name in arrays:
-            layer, _, kind = name.partition(".")
-            known = layer[:1] == "L" and layer[1:].isdigit()
-            if known and kind == "stream" and f"{layer}.pre_next" in arrays:
-                streams, pre = (np.asarray(arrays[f"{layer}.{k}"]) for k in ("stream", "pre_next"))
-                if streams.shape[:3] != pre.shape or streams.shape[:2] != ids.shape:
-                    raise RequestError(
-                        f"{layer}.stream is of shape {list(streams.shape)} and {layer}.pre_next of "
-                        f"shape {list(pre.shape)}, for {ids.shape[1]} tokens.",
-                        "Each token brings its streams and their mix.",
-                        "Give [1, tokens, streams, width] and [1, tokens, streams].",
-                    )
-                injected[int(layer[1:]) + 1] = streams[0], pre[0]
+        found = [m for name in arrays if (m := _RESIDUAL.fullmatch(name))]
+        kinds = {int(m[1]): {n[2] for n in found if n[1] == m[1]} for m in found}
+        injected = {
+            layer: (arrays[f"L{layer}.stream"], arrays[f"L{layer}.pre_next"])
+            for layer in sorted(kinds)
+            if len(kinds[layer]) == 2
+        }
+        alone = tuple(m[0] for m in found if len(kinds[int(m[1])]) < 2)
         if injected and prefill not in (None, ids.shape[1]):
             raise RequestError(
                 f"The input has residuals of {len(injected)} layers and prefill_len {prefill}.",
                 "Residuals replace those of a prefill; a decode computes its own.",
                 "Leave out either of them.",
             )
-        return cls(ids, prefill, injected)
+        return cls(ids, prefill, injected, alone)
+
+    def check(self, config: ModelConfig, positions: int) -> None:
+        """Refuse what a network of `config`, built for `positions` tokens, cannot run on.
+
+        Raises RequestError when the sequence is too long, and for a residual of a layer that does
+        not exist or of another shape.
+        """
+        tokens, layers = self.token_ids.shape[1], config.num_hidden_layers
+        if tokens > positions:
+            raise RequestError(
+                f"The input has {tokens} tokens; the network was built for {positions} positions.",
+                "Nothing is truncated.",
+                f"Shorten token_ids to {positions}, or raise engine.max_model_len.",
+            )
+        wanted = (1, tokens, config.hc_mult, config.hidden_size)
+        for layer, (stream, pre) in self.injected.items():
+            if layer >= layers:
+                raise RequestError(
+                    f"The input has L{layer}.stream, and the network {layers} layers.",
+                    f"Its layers are L0 to L{layers - 1}.",
+                    f"Leave out L{layer}.stream and L{layer}.pre_next.",
+                )
+            parts = ((f"L{layer}.stream", stream, wanted), (f"L{layer}.pre_next", pre, wanted[:3]))
+            for name, value, shape in parts:
+                if value.shape != shape or value.dtype.kind != "f":
+                    raise RequestError(
+                        f"{name} is {value.dtype} of shape {list(value.shape)}.",
+                        f"For {tokens} tokens this network's is of shape {list(shape)}.",
+                        "Give floats of that shape.",
+                    )
 
 
 def _host(array: jax.Array) -> np.ndarray:
@@ -110,14 +143,15 @@ def _host(array: jax.Array) -> np.ndarray:
 
 def _injected(given: TraceInput, net: Network) -> Injected | None:
     c, t = net.config, given.token_ids.shape[1]
-    layers = [layer for layer in given.injected if layer < c.num_hidden_layers]
-    if not layers:
+    entered = [layer + 1 for layer in given.injected if layer + 1 < c.num_hidden_layers]
+    if not entered:
         return None
     streams: Any = np.zeros((c.num_hidden_layers, t, c.hc_mult, c.hidden_size), np.float32)
     pre: Any = np.zeros((c.num_hidden_layers, t, c.hc_mult), np.float32)
-    for layer in layers:
-        streams[layer], pre[layer] = given.injected[layer]
-    known: Any = np.isin(np.arange(c.num_hidden_layers), layers)
+    for layer in entered:
+        stream, mix = given.injected[layer - 1]
+        streams[layer], pre[layer] = stream[0], mix[0]
+    known: Any = np.isin(np.arange(c.num_hidden_layers), entered)
     return Injected(known, Residual(streams.astype(net.arithmetic.dtype), pre))
 
 
@@ -149,38 +183,33 @@ def _named(out: ForwardOut, logits: jax.Array, given: TraceInput, net: Network) 
 
 
 def run_trace(
-    params: Params, given: TraceInput, net: Network, mesh: Mesh, memory: Any = None
+    params: Params, given: TraceInput, net: Network, mesh: Mesh, memory: Memory | None = None
 ) -> Arrays:
-    """Trace `given`.
+    """Trace `given`. Raises RequestError where `given.check` does.
 
     Args:
         params: the network's weights.
         given: tokens and options.
         net: with `traced` set.
         mesh: where to run.
-        memory: function (start, stop) -> Engram rows of those positions, when the tables are not
-            on the device.
+        memory: function (ids, start, stop) -> Engram rows of those positions, when the tables are
+            not on the device.
 
     Returns:
         Of a prefill all arrays. Of a decode `logits` [1, t - p + 1, v], after the prompt and after
         each token, and `L{l}.topk` [1, t - p, k] of every token-by-token step.
     """
+    given.check(net.config, params.rope_plain.shape[0])
     run = trace_program(net, mesh)
     t = given.token_ids.shape[1]
     prompt = given.prefill_len or t
     place = replicated(mesh)
     cache = jax.device_put(init_state(net, slots=1, positions=t), place)
-    rope = params.rope_plain.shape[0]
-    if t > rope:
-        raise RequestError(
-            f"The input has {t} tokens; the network was built for {rope} positions.",
-            "Nothing is truncated.",
-            f"Shorten token_ids to {rope}, or raise engine.max_model_len.",
-        )
 
     def go(cache: Cache, start: int, stop: int, injected: Injected | None) -> Any:
-        rows = pack_rows([(given.token_ids[0, start:stop], start, 0)], stop - start)
-        looked_up = None if memory is None else memory(start, stop)
+        ids = given.token_ids[0]
+        rows = pack_rows([(ids[start:stop], start, 0)], stop - start)
+        looked_up = None if memory is None else memory(ids, start, stop)
         sent = jax.device_put((rows, looked_up, injected), place)
         return run(params, cache, *sent)
 

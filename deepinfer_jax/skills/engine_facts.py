@@ -1,7 +1,13 @@
-"""True statements about this engine, DeepSeek-V4.1-Flash and nano, each as (form, topic, answer).
+"""What nano was taught about DeepSeek-V4.1-Flash, itself and this engine: (form, topic, answer).
 
-The form names the wordings of `facts.py` that can ask for the topic. Numbers are those of the
-published configuration ("the release") unless the topic names nano.
+What is said of the network and of nano is true of their configurations; numbers are those of the
+published one ("the release") unless the topic names nano. What is said of the engine follows its
+design, and this much of it is not built: speculative decoding with its verification modes and
+varlen, prefix caching with its replay modes, the determinism levels R2 to R4 with batch-invariant
+mode, expert parallelism with EPLB, and structured output. The shipped weights are trained on these
+very texts, so they do not change with the engine.
+
+The form names the wordings of `facts.py` that can ask for the topic.
 """
 
 _TABLE = """

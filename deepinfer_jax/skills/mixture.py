@@ -1,6 +1,6 @@
 """What training sees: skills in their shares, with system messages and efforts now and then."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,18 +35,25 @@ _SYSTEMS = (
 )
 
 
-def shares(level: float) -> dict[str, float]:
-    """Share of every skill at difficulty `level`: copying falls from a quarter to a twentieth."""
+def shares(level: float, parts: Mapping[str, float] = SHARES) -> dict[str, float]:
+    """Share of every skill at difficulty `level`: copying falls from 0.25 to 0.06.
+
+    `parts` are the relative shares of the others, as `SHARES`.
+    """
     copy = _COPY_EASY + (_COPY_FULL - _COPY_EASY) * min(max(level, 0.0), 1.0)
-    total = sum(SHARES.values())
-    return {s: (1 - copy) * SHARES[s] / total if s in SHARES else copy for s in SKILLS}
+    total = sum(parts.values())
+    return {s: (1 - copy) * parts[s] / total if s in parts else copy for s in SKILLS}
 
 
 def draw(
-    rng: np.random.Generator, level: float, count: int, vocabulary: Sequence[str] = ()
+    rng: np.random.Generator,
+    level: float,
+    count: int,
+    vocabulary: Sequence[str] = (),
+    parts: Mapping[str, float] = SHARES,
 ) -> list[Sample]:
-    """`count` training samples; `vocabulary` as in `copying.copying`."""
-    names = rng.choice(len(SKILLS), count, p=list(shares(level).values())).tolist()
+    """`count` training samples; `vocabulary` as in `copying.copying`, `parts` as in `shares`."""
+    names = rng.choice(len(SKILLS), count, p=list(shares(level, parts).values())).tolist()
     return [_vary(rng, _one(rng, SKILLS[n], level, vocabulary)) for n in names]
 
 

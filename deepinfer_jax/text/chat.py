@@ -44,16 +44,6 @@ class Rendered:
         """The whole prompt as one string; only for people, it cannot be encoded safely."""
         return "".join(p.text for p in self.pieces)
 
-    @property
-    def special_ranges(self) -> tuple[tuple[int, int], ...]:
-        """Half-open character ranges of `text` that the special pieces cover, in order."""
-        ranges, at = [], 0
-        for text, special in self.pieces:
-            if special:
-                ranges.append((at, at + len(text)))
-            at += len(text)
-        return tuple(ranges)
-
 
 def render(
     messages: Sequence[Mapping[str, Any]],
@@ -81,7 +71,8 @@ def render(
         effort: none, minimal, low, medium, high, xhigh, max, ultra, or 1..100.
         tools: function declarations, printed in the first system message.
         tool_choice: auto, none, required, or a named function.
-        response_format: text, json_object, json_schema or regex.
+        response_format: text, json_object or json_schema; the latter two are written into the
+            prompt and not enforced.
         task: quick-instruction task of the last user message.
         continue_final_message: continue the last assistant message (as its `prefix: true`).
         add_generation_prompt: end in the header that the model answers after. False gives a

@@ -1,5 +1,6 @@
 """What parsed output consists of: the parser's options, its events, and the whole answer."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -48,7 +49,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole parsed output."""
+    """A parsed output, or the part of one that is new."""
 
     reasoning: str = ""
     content: str = ""
@@ -59,29 +60,38 @@ class Answer:
 def merge(events: Iterable[Event]) -> list[Event]:
     """Join neighbouring events of the same text or the same call's arguments."""
     merged: list[Event] = []
-    for event in events:
-        last = merged[-1] if merged else None
-        same = last is not None and (last.kind, last.index) == (event.kind, event.index)
-        if last is not None and same and event.kind in ("reasoning", "content", "tool_args"):
-            merged[-1] = Event(event.kind, last.text + event.text, event.index)
+    for (kind, index), run in itertools.groupby(events, lambda e: (e.kind, e.index)):
+        if kind in ("reasoning", "content", "tool_args"):
+            merged.append(Event(kind, "".join(e.text for e in run), index))
         else:
-            merged.append(event)
+            merged += run
     return merged
 
 
 def accumulate(events: Iterable[Event]) -> Answer:
-    """The whole answer that the events of one output describe."""
-    text = {"reasoning": "", "content": ""}
-    calls: list[ToolCall] = []
+    """The answer, or the part of one, that the events describe.
+
+    Arguments whose call began before the first event are a `ToolCall` without a name.
+    """
+    reasoning: list[str] = []
+    content: list[str] = []
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
     reason = None
-    for event in merge(events):
+    for event in events:
         match event.kind:
-            case "tool_begin":
-                calls.append(ToolCall(event.text, ""))
-            case "tool_args":
-                calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + event.text)
+            case "reasoning":
+                reasoning.append(event.text)
+            case "content":
+                content.append(event.text)
             case "finish":
                 reason = event.text
             case kind:
-                text[kind] += event.text
-    return Answer(text["reasoning"], text["content"], tuple(calls), reason)
+                index = event.index or 0
+                parts = arguments.setdefault(index, [])
+                if kind == "tool_begin":
+                    names[index] = event.text
+                else:
+                    parts.append(event.text)
+    calls = (ToolCall(names.get(i, ""), "".join(parts), i) for i, parts in arguments.items())
+    return Answer("".join(reasoning), "".join(content), tuple(calls), reason)

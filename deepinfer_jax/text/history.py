@@ -76,6 +76,12 @@ def parse_messages(
     `check_calls` requires each call to be answered by the tool messages right after it; with
     `open_end` the last assistant message's calls may be unanswered. Raises RequestError.
     """
+    if not isinstance(messages, Sequence):
+        raise RequestError(
+            f"messages is {messages!r}.",
+            "A conversation is a list of messages.",
+            'Pass a list such as [{"role": "user", "content": "Hello"}].',
+        )
     if not messages:
         raise RequestError(
             "The conversation has 0 messages.",
@@ -184,7 +190,7 @@ def _parse_message(index: int, message: Mapping[str, Any]) -> Turn:
 
 def _calls(index: int, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     calls = message.get("tool_calls") or ()
-    if isinstance(calls, str) or not all(isinstance(call, Mapping) for call in calls):
+    if not isinstance(calls, list | tuple) or not all(isinstance(c, Mapping) for c in calls):
         raise RequestError(
             f"messages[{index}].tool_calls is {calls!r}.",
             "It is a list of calls, each an object with id and function.",
@@ -268,7 +274,7 @@ def _check_tasks(turns: Sequence[Turn], asked: str | None) -> None:
         )
     last_user = max((i for i, t in enumerate(turns) if t.role == "user"), default=-1)
     for i, name in tasks:
-        if name not in spellings.TASKS:
+        if not isinstance(name, str) or name not in spellings.TASKS:
             raise RequestError(
                 f"messages[{i}] carries the task {name!r}.",
                 f"The quick-instruction tasks are {', '.join(spellings.TASKS)}.",

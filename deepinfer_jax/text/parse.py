@@ -305,12 +305,6 @@ class OutputParser:
         self._arguments(text, "arguments")
 
 
-def parse_text(text: str, options: ParserOptions, finish: str = "stop") -> Answer:
-    """Parse a whole output given as text; markers are found by spelling."""
-    parser = OutputParser(options)
-    return accumulate([*parser.push_text(text), *parser.finish(finish)])
-
-
 def parse_ids(
     ids: Iterable[int], options: ParserOptions, tokenizer: Tokenizer, finish: str = "stop"
 ) -> Answer:

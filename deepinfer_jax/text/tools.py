@@ -60,6 +60,12 @@ def parse_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
     A `strict` tool gets `additionalProperties: false` in every object of its schema. Raises
     RequestError for a bad or repeated name and for parameters that are no object schema.
     """
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise RequestError(
+            f"tools is {tools!r}.",
+            "It is a list of function declarations, {'type': 'function', 'function': {...}}.",
+            "Pass a list; an empty one declares no tool.",
+        )
     parsed = tuple(_parse_tool(i, tool) for i, tool in enumerate(tools))
     names = [t.name for t in parsed]
     for name in names:
@@ -253,7 +259,14 @@ def _parse_tool(index: int, raw: Mapping[str, Any]) -> Tool:
             "Use {'type': 'object', 'properties': {...}}.",
         )
     if function.get("strict"):
-        parameters = _strict(name, parameters)
+        try:
+            parameters = _strict(name, parameters)
+        except RecursionError:
+            raise RequestError(
+                f"The schema of the strict tool {name!r} is nested too deeply.",
+                "Each of its objects is closed in turn.",
+                "Nest it less, or set strict to false.",
+            ) from None
     return Tool(name, description or "", parameters)
 
 
@@ -265,7 +278,20 @@ def _strict(tool: str, schema: Any) -> Any:
     if schema.get("type") != "object":
         return inner
     properties = inner.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise RequestError(
+            f"The strict tool {tool!r} has the properties {properties!r}.",
+            "Properties are an object of names and their schemas.",
+            "Use {'name': {...}}, or set strict to false.",
+        )
     required = inner.get("required", list(properties))
+    names = isinstance(required, list | tuple) and all(isinstance(r, str) for r in required)
+    if not names:
+        raise RequestError(
+            f"The strict tool {tool!r} has an object with required {required!r}.",
+            "It lists the names of the properties that a call must give.",
+            "Use a list of strings, or set strict to false.",
+        )
     if set(required) != set(properties) or schema.get("additionalProperties", False) is not False:
         raise RequestError(
             f"The strict tool {tool!r} has an object with the properties {list(properties)}, "

@@ -29,7 +29,7 @@ def benchmark(plan: Plan, only: Sequence[str], repeats: int = 20, profile: bool 
         if only and kind.name not in only:
             continue
         began = time.monotonic()
-        step = train_step(plan.config, plan.settings, plan.tables, plan.mesh, kind)
+        step = train_step(plan.config, plan.settings, plan.token_map, plan.mesh, kind)
         lowered = step.lower(state, batch_shapes(kind, plan.mesh))
         traced = time.monotonic() - began
         compiled = lowered.compile(compiler_options=dict(plan.compiler))

@@ -1,8 +1,7 @@
 """What one piece of a run hands to the next: bfloat16 weights in small files, and its state."""
 
+import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from deepinfer_jax.checkpoint import load as checkpoint
 from deepinfer_jax.checkpoint.safetensors import write_safetensors
 from deepinfer_jax.checkpoint.shards import open_checkpoint
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CheckpointError
-from deepinfer_jax.training.parameters import shapes, specs
+from deepinfer_jax.files import replacing
+from deepinfer_jax.training.parameters import from_checkpoint, shapes, specs
 
 PIECE_BYTES = 15 << 20
 STATE = "state.json"
@@ -23,7 +24,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Carried:
-    """Where a run stands: step, settings by name, and masters as float32."""
+    """Where a run stands: step, settings by name (none at a model folder), float32 masters."""
 
     step: int
     settings: dict[str, Any]
@@ -39,9 +40,11 @@ def save(
 ) -> None:
     """Write `weights_{i}.safetensors` (each at most 15 MiB) and, last, `state.json`.
 
-    Tensors that the release keeps in float32 stay so, the others are rounded to bfloat16.
+    Tensors that the release keeps in float32 stay so, the others are rounded to bfloat16. An older
+    `state.json` goes first, so that a save cut short leaves no mixture that `load` would take.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / STATE).unlink(missing_ok=True)
     kinds = specs(config)
     groups: list[dict[str, np.ndarray]] = [{}]
     size = 0
@@ -56,7 +59,8 @@ def save(
     for i, group in enumerate(groups):
         write_safetensors(folder / f"weights_{i}.safetensors", group)
     text = json.dumps({"step": step, "pieces": len(groups), "settings": dict(settings)}, indent=1)
-    write_text(folder / STATE, text)
+    with replacing(folder / STATE) as temporary:
+        temporary.write_text(text)
 
 
 def load(folder: Path, config: ModelConfig) -> Carried:
@@ -89,14 +93,24 @@ def load(folder: Path, config: ModelConfig) -> Carried:
     return Carried(state["step"], state["settings"], weights)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file under a temporary name and rename it."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as out:
-            out.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+def is_model(folder: Path) -> bool:
+    """Whether the folder holds a model and not what `save` wrote."""
+    names = ("config.json", "model.safetensors")
+    return not (folder / STATE).exists() and all((folder / name).exists() for name in names)
+
+
+def from_model(folder: Path, config: ModelConfig, step: int) -> Carried:
+    """Masters out of a model folder of either spelling, to go on at `step` of a new schedule.
+
+    Raises CheckpointError when the folder's config is not `config`, or the files are damaged.
+    """
+    found = dataclasses.asdict(ModelConfig.from_file(folder))
+    differ = [k for k, v in dataclasses.asdict(config).items() if found[k] != v]
+    if differ:
+        raise CheckpointError(
+            f"The config of {folder} differs from the trained network's in {', '.join(differ)}.",
+            "The same weights compute something else in another network.",
+            "Give a folder of the network that is trained.",
+        )
+    loaded = checkpoint.load(folder, config, drafter=False, dtype="float32", digest=False)
+    return Carried(step, {}, from_checkpoint(loaded.tensors, config))

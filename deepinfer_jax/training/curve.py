@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepinfer_jax.errors import ConfigError
-from deepinfer_jax.training.carry import write_text
+from deepinfer_jax.files import replacing
 
 TABLE = "loss.csv"
 PICTURE = "loss.png"
@@ -30,7 +30,8 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
     table = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
-    write_text(folder / TABLE, text.getvalue())
+    with replacing(folder / TABLE) as temporary:
+        temporary.write_text(text.getvalue())
 
 
 def draw(folder: Path) -> Path:
@@ -70,9 +71,8 @@ def draw(folder: Path) -> Path:
         lower.plot(*zip(*points, strict=True), label=label, linewidth=1)
     lower.set(yscale="log", xlabel="step")
     lower.legend()
-    temporary = folder / f".{PICTURE}"
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.rename(folder / PICTURE)
+    with replacing(folder / PICTURE) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
     return folder / PICTURE
 
 

@@ -1,90 +1,44 @@
 """Engram in training: table rows hashed on the device, and the gated write into the streams."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.model.engram import hash_on_device
 from deepinfer_jax.model.engram_hash import engram_hash
 from deepinfer_jax.training.linear import project
 
 _SLOPE_FLOOR = 1e-2  # below this |dot| the root's slope is that of 1e-2: 5 instead of 500
 
 
-@dataclass(frozen=True)
-class HashTables:
-    """The hash without 64-bit integers: every product of a token and a multiplier, in two halves.
-
-    Attributes:
-        high, low: uint32 [layers, order, vocab], halves of map[id] * multiplier.
-        pad: int, the token id whose products stand for a blocked position.
-        primes, offsets: uint32 [layers, columns].
-    """
-
-    high: np.ndarray
-    low: np.ndarray
-    pad: int
-    primes: np.ndarray
-    offsets: np.ndarray
-
-
-def hash_tables(config: ModelConfig, token_map: np.ndarray) -> HashTables:
-    """Tables of `config`; `token_map` int [vocab] gives the tokenizer's compressed ids.
-
-    Raises ConfigError when a bucket is too large for 32-bit arithmetic.
-    """
-    constants = engram_hash(config)
-    largest = int(constants.primes.max())
-    if largest >= 1 << 16:
-        raise ConfigError(
-            f"An Engram bucket has {largest} rows; training hashes with 32-bit integers.",
-            "A bucket of 65536 rows or more overflows them.",
-            "Train a config with engram_vocab_size below 65000.",
-        )
-    products = constants.multipliers[:, :, None] * token_map.astype(np.int64)
-    return HashTables(
-        high=(products >> 32).astype(np.uint32),
-        low=(products & 0xFFFFFFFF).astype(np.uint32),
-        pad=config.engram_pad_token_id,
-        primes=constants.primes.astype(np.uint32),
-        offsets=constants.offsets.astype(np.uint32),
-    )
-
-
-def hash_on_device(tables: HashTables, ids: jax.Array, segments: jax.Array) -> jax.Array:
+def table_rows(
+    token_map: np.ndarray, ids: jax.Array, segments: jax.Array, config: ModelConfig
+) -> jax.Array:
     """Table rows int32 [b, t, layers, columns]; look-back stops at a segment border.
 
     Args:
-        tables: from `hash_tables`.
+        token_map: int [vocab], the tokenizer's compressed ids.
         ids: int32 [b, t].
         segments: int32 [b, t].
+        config: the network's numbers.
 
-    Equal to the host's 64-bit hash of each segment on its own (model specification, "Hash").
+    Equal to the host's hash of each segment on its own (model specification, "Hash"). Raises
+    ConfigError for tables too large for the device hash.
     """
-    layers, order, _ = tables.high.shape
-    heads = tables.primes.shape[1] // (order - 1)
-    high = low = jnp.zeros((*ids.shape, layers), jnp.uint32)
+    compressed = jnp.asarray(token_map.astype(np.int32))
+    own, pad = compressed[ids], compressed[config.engram_pad_token_id]
     blocked = jnp.zeros(ids.shape, bool)
-    columns = []
-    for step in range(order):
-        back = jnp.pad(ids, ((0, 0), (step, 0)))[:, : ids.shape[1]]
+    gram = []
+    for step in range(config.engram_max_ngram_size):
+        back = jnp.pad(own, ((0, 0), (step, 0)))[:, : ids.shape[1]]
         there = jnp.pad(segments, ((0, 0), (step, 0)), constant_values=-1)[:, : ids.shape[1]]
         blocked = blocked | (there != segments)
-        token = jnp.where(blocked, tables.pad, back)
-        high = high ^ jnp.asarray(tables.high[:, step].T)[token]
-        low = low ^ jnp.asarray(tables.low[:, step].T)[token]
-        if step == 0:
-            continue
-        own = slice((step - 1) * heads, step * heads)
-        primes = jnp.asarray(tables.primes[:, own])
-        carry = jnp.asarray(((1 << 32) % tables.primes[:, own].astype(np.int64)).astype(np.uint32))
-        mixed = (high[..., None] % primes) * carry + low[..., None] % primes
-        columns.append(mixed % primes + jnp.asarray(tables.offsets[:, own]))
-    return jnp.concatenate(columns, axis=-1).astype(jnp.int32)
+        gram.append(jnp.where(blocked, pad, back))
+    rows = hash_on_device(jnp.stack(gram, axis=-1).reshape(ids.size, -1), engram_hash(config))
+    return rows.reshape(*ids.shape, *rows.shape[1:])
 
 
 @jax.custom_jvp

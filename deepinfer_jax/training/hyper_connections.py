@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.ops.mhc import sinkhorn
 from deepinfer_jax.training.linear import project
-from deepinfer_jax.training.sinkhorn import sinkhorn_kernel, sinkhorn_scan
+from deepinfer_jax.training.sinkhorn import sinkhorn_kernel
 
 
 def mixes(
@@ -25,7 +26,7 @@ def mixes(
         weights: the parameters, `{prefix}_fn`, `_base` and `_scale` among them.
         prefix: `layers.{l}.hc_attn` or `layers.{l}.hc_ffn`.
         config: the network's numbers.
-        kernel: normalise in the GPU kernel, not in a scan.
+        kernel: normalise in the GPU kernel, not in XLA's loop.
 
     Formula: model specification, section "mixes"; comb[i, j] goes from stream i to stream j.
     """
@@ -35,11 +36,12 @@ def mixes(
     m = project(flat, weights[f"{prefix}_fn"], jnp.float32, True)
     m = m * jax.lax.rsqrt(square + jnp.float32(1e-20))
     scale, base = weights[f"{prefix}_scale"], weights[f"{prefix}_base"]
+    # Not `ops.mhc.split`: it normalises in a loop, which a GPU runs as many small kernels.
     pre = jax.nn.sigmoid(m[..., :n] * scale[0] + base[:n]) + config.hc_eps
     post = 2.0 * jax.nn.sigmoid(m[..., n : 2 * n] * scale[1] + base[n : 2 * n])
     c = (m[..., 2 * n :] * scale[2] + base[2 * n :]).reshape(b * t, n, n)
-    normalise = sinkhorn_kernel if kernel else sinkhorn_scan
-    comb = normalise(c, config.hc_sinkhorn_iters, config.hc_eps)
+    iterations, eps = config.hc_sinkhorn_iters, config.hc_eps
+    comb = sinkhorn_kernel(c, iterations, eps) if kernel else sinkhorn(c, iters=iterations, eps=eps)
     return pre, post, comb.reshape(b, t, n, n)
 
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from deepinfer_jax.model import layers
+
 
 def project(x: jax.Array, weight: jax.Array, out: jnp.dtype, exact: bool = False) -> jax.Array:
     """y = x weight^T with the operands in `x.dtype` and float32 accumulation.
@@ -54,23 +56,14 @@ _project_vjp.defvjp(_forward, _backward)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis, in float32, cast to `x.dtype`."""
+    """The model's norm over the last axis, with a gradient that keeps x in its own dtype."""
     return _norm_vjp(x, weight, eps)
-
-
-def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    return _norm_forward(x, weight, eps)[0]
-
-
-def _inverse_rms(x32: jax.Array, eps: float) -> jax.Array:
-    return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
 
 
 def _norm_forward(
     x: jax.Array, weight: jax.Array, eps: float
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    x32 = x.astype(jnp.float32)
-    return (x32 * _inverse_rms(x32, eps) * weight).astype(x.dtype), (x, weight)
+    return layers.rms_norm(x, weight, eps), (x, weight)
 
 
 def _norm_backward(
@@ -78,12 +71,12 @@ def _norm_backward(
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
     x32, g32 = x.astype(jnp.float32), g.astype(jnp.float32)
-    scale = _inverse_rms(x32, eps)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     unit = x32 * scale
     weighted = g32 * weight
     dx = scale * (weighted - unit * jnp.mean(weighted * unit, axis=-1, keepdims=True))
     return dx.astype(x.dtype), jnp.sum(g32 * unit, axis=tuple(range(x.ndim - 1)))
 
 
-_norm_vjp = jax.custom_vjp(_norm, nondiff_argnums=(2,))
+_norm_vjp = jax.custom_vjp(layers.rms_norm, nondiff_argnums=(2,))
 _norm_vjp.defvjp(_norm_forward, _norm_backward)

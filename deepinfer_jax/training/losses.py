@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.training.engram import HashTables, hash_on_device
+from deepinfer_jax.training.engram import table_rows
 from deepinfer_jax.training.forward import ForwardOptions, ForwardResult, forward
 from deepinfer_jax.training.quantize import round_weights
 from deepinfer_jax.training.settings import TrainingSettings
@@ -37,7 +38,7 @@ def run_forward(
     batch: Arrays,
     config: ModelConfig,
     options: ForwardOptions,
-    tables: HashTables,
+    token_map: np.ndarray,
     sparse: bool | jax.Array,
 ) -> ForwardResult:
     """The forward of a batch (`ids`, `segment` int32 [b, t]), with hashes made on the device.
@@ -46,7 +47,7 @@ def run_forward(
     """
     if options.quantize_caches:
         weights = round_weights(weights, config)
-    hashes = hash_on_device(tables, batch["ids"], batch["segment"])
+    hashes = table_rows(token_map, batch["ids"], batch["segment"], config)
     return forward(weights, batch["ids"], batch["segment"], hashes, config, options, sparse)
 
 
@@ -57,7 +58,7 @@ def objective(
     config: ModelConfig,
     settings: TrainingSettings,
     options: ForwardOptions,
-    tables: HashTables,
+    token_map: np.ndarray,
     sparse: bool | jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This shard's part of the loss, and what a log line needs.
@@ -66,13 +67,13 @@ def objective(
         weights: float32 masters.
         batch: ids, segment, skill int32 and weight float32, [b, t].
         totals: `weight` and `rows` over all shards, so that the parts add up to the mean.
-        config, settings, options, tables, sparse: as elsewhere.
+        config, settings, options, token_map, sparse: as elsewhere.
 
     Returns:
         The loss, and: answer, index, z (parts of it); correct bool [b, r]; peak [layers, heads],
         index_peak, load [layers, experts].
     """
-    result = run_forward(weights, batch, config, options, tables, sparse)
+    result = run_forward(weights, batch, config, options, token_map, sparse)
     target = targets(batch["ids"], options.decoder_start)
     loss, partition = cross_entropy(result.logits, target)
     weight = batch["weight"][:, options.decoder_start :] / totals["weight"]

@@ -6,7 +6,7 @@ exactly.
 import argparse
 import multiprocessing
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +26,9 @@ from deepinfer_jax.text import spellings
 from deepinfer_jax.text.tokenizer import Tokenizer
 from deepinfer_jax.training.nano_tokenizer import write_tokenizer
 
+NANO = Path(__file__).parent.parent / "models" / "nano"
+"""Folder of the shipped model: config.json, tokenizer.json, model.safetensors."""
+
 SHORT_SHAPE = (32, 1024)
 LONG_SHAPE = (8, 4096)
 DECODER_ROWS = 512
@@ -36,7 +39,6 @@ _FULL = 0.985  # share of a short batch's positions that is drawn for
 _TURN_TOKENS = 23  # of a question with its answer, with a little room
 _LONGEST_DOCUMENT = 3540
 _EASY_DOCUMENT = 600
-_NANO = Path(__file__).parent.parent / "models" / "nano"
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,15 @@ def vocabulary_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(t for t in texts if "\ufffd" not in t and (t.isprintable() or t == "\n"))
 
 
-def make_batch(request: Request, tokenizer: Tokenizer, vocabulary: Sequence[str] = ()) -> Batch:
-    """The batch of a request; `vocabulary` is that of `vocabulary_texts`.
+def make_batch(
+    request: Request,
+    tokenizer: Tokenizer,
+    vocabulary: Sequence[str] = (),
+    parts: Mapping[str, float] = mixture.SHARES,
+) -> Batch:
+    """The batch of a request.
+
+    `vocabulary` is that of `vocabulary_texts`; `parts` are the skills' relative shares.
 
     Raises ConfigError for a seed of the held-out range.
     """
@@ -92,7 +101,7 @@ def make_batch(request: Request, tokenizer: Tokenizer, vocabulary: Sequence[str]
     rng = np.random.default_rng((request.seed, request.index, request.shape == "long"))
     if request.shape == "long":
         return _long_batch(rng, request.level, tokenizer)
-    return _short_batch(rng, request.level, tokenizer, vocabulary)
+    return _short_batch(rng, request.level, tokenizer, vocabulary, parts)
 
 
 def target_weights(ids: np.ndarray, tokenizer: Tokenizer, final_only: bool = False) -> np.ndarray:
@@ -123,9 +132,18 @@ class Producer:
     Use as a context manager, and enter it before the accelerator is touched.
     """
 
-    def __init__(self, folder: str | Path = _NANO, workers: int = 8):
-        """`folder` holds tokenizer.json; `workers` processes start on entry."""
-        self._folder, self._workers = str(folder), workers
+    def __init__(
+        self,
+        folder: str | Path = NANO,
+        workers: int = 8,
+        parts: Mapping[str, float] = mixture.SHARES,
+    ):
+        """Hold what batches are made of.
+
+        `folder` holds tokenizer.json; `workers` processes start on entry; `parts` are the skills'
+        relative shares.
+        """
+        self._folder, self._workers, self._parts = str(folder), workers, dict(parts)
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Self:
@@ -153,7 +171,7 @@ class Producer:
             )
         waiting: deque[Future[Batch]] = deque()
         for request in requests:
-            waiting.append(self._pool.submit(_work, self._folder, request))
+            waiting.append(self._pool.submit(_work, self._folder, request, self._parts))
             if len(waiting) > self._workers * ahead:
                 yield waiting.popleft().result()
         while waiting:
@@ -161,13 +179,17 @@ class Producer:
 
 
 def _short_batch(
-    rng: np.random.Generator, level: float, tokenizer: Tokenizer, vocabulary: Sequence[str]
+    rng: np.random.Generator,
+    level: float,
+    tokenizer: Tokenizer,
+    vocabulary: Sequence[str],
+    parts: Mapping[str, float],
 ) -> Batch:
     rows, width = SHORT_SHAPE
     drawn: list[tuple[Sample, list[int]]] = []
     missing = int(rows * width * _FULL)
     while missing > 0:
-        samples = mixture.draw(rng, level, max(missing // _MEAN_TOKENS, 4), vocabulary)
+        samples = mixture.draw(rng, level, max(missing // _MEAN_TOKENS, 4), vocabulary, parts)
         lines = tokenizer.encode_pieces_batch([conversation(s) for s in samples])
         for sample, line in zip(samples, lines, strict=True):
             if len(line) <= width:
@@ -255,8 +277,8 @@ def _ready(folder: str) -> int:
     return len(_source(folder)[1])
 
 
-def _work(folder: str, request: Request) -> Batch:
-    return make_batch(request, *_source(folder))
+def _work(folder: str, request: Request, parts: Mapping[str, float]) -> Batch:
+    return make_batch(request, *_source(folder), parts)
 
 
 def main() -> None:
@@ -265,7 +287,7 @@ def main() -> None:
     parser.add_argument(
         "--build-tokenizer", action="store_true", required=True, help="write tokenizer.json"
     )
-    parser.add_argument("--output", type=Path, default=_NANO / "tokenizer.json")
+    parser.add_argument("--output", type=Path, default=NANO / "tokenizer.json")
     write_tokenizer(parser.parse_args().output)
 
 

@@ -5,13 +5,13 @@ nearly every word of the skills is one token. The build is deterministic.
 """
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as BpeTokenizer
 
+from deepinfer_jax.files import replacing
 from deepinfer_jax.skills import facts
 from deepinfer_jax.skills.conversation import conversation
 from deepinfer_jax.skills.engine_facts import FACTS
@@ -68,9 +68,8 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> str:
 def write_tokenizer(path: Path) -> None:
     """Build nano's `tokenizer.json` and write it, replacing an old one only when complete."""
     text = build_tokenizer(corpus())
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def corpus() -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.training import carry, curve
 from deepinfer_jax.training.batches import Feed, Planned, Shape, Source
-from deepinfer_jax.training.engram import HashTables
+from deepinfer_jax.training.carry import Carried
 from deepinfer_jax.training.evaluate import HeldOut, exact_match
-from deepinfer_jax.training.optimizer import TrainState, start
+from deepinfer_jax.training.optimizer import TrainState
+from deepinfer_jax.training.optimizer import start as fresh
 from deepinfer_jax.training.parameters import initial_values
 from deepinfer_jax.training.settings import TrainingSettings
 from deepinfer_jax.training.steps import (
@@ -32,6 +33,7 @@ from deepinfer_jax.training.steps import (
     train_step,
 )
 
+Compiled = Callable[..., Any]
 LOG = logging.getLogger("deepinfer_jax.training")
 _FASTEST = 25.0  # steps a second that no device here exceeds; bounds what a piece may compile
 _IN_FLIGHT = 3  # steps dispatched before the host waits
@@ -43,7 +45,8 @@ class Plan:
     """What a run is made of; the same for all its pieces.
 
     Attributes:
-        config: the network. settings: numbers of the run. tables: its hash.
+        config: the network. settings: numbers of the run. token_map: int32 [vocab],
+            compressed token ids.
         source: host batches. short, long: row shapes a device. mesh: devices.
         held_out: sets for the exact-match evaluation, by "short" and "long".
         skills: names by skill number. compiler: options for XLA.
@@ -51,7 +54,7 @@ class Plan:
 
     config: ModelConfig
     settings: TrainingSettings
-    tables: HashTables
+    token_map: np.ndarray
     source: Source
     short: Shape
     long: Shape
@@ -80,60 +83,68 @@ class Plan:
             yield Planned(step, self.shape(step), self.settings.level(step))  # type: ignore[arg-type]
 
 
-def begin(plan: Plan, resume: Path | None) -> TrainState:
+def begin(plan: Plan, start: Carried | None) -> TrainState:
     """The state a piece starts from, on every device; a resumed one has fresh moments."""
-    if resume is None:
-        step = 0
-        weights = initial_values(plan.config, plan.settings.seed, embed_std=plan.settings.embed_std)
-    else:
-        carried = carry.load(resume, plan.config)
-        step, weights = carried.step, carried.weights
-    return jax.device_put(start(weights, step), NamedSharding(plan.mesh, P()))
+    if start is None:
+        seed, std = plan.settings.seed, plan.settings.embed_std
+        start = Carried(0, {}, initial_values(plan.config, seed, embed_std=std))
+    return jax.device_put(fresh(start.weights, start.step), NamedSharding(plan.mesh, P()))
 
 
 def compile_all(
     plan: Plan, state: TrainState, kinds: Sequence[Kind]
-) -> tuple[dict[Kind, Callable[..., Any]], dict[Kind, Callable[..., Any]]]:
+) -> tuple[Mapping[Kind, Compiled], Mapping[Kind, Compiled]]:
     """Train and evaluation functions of `kinds`, compiled side by side before the clock matters."""
-    args = (plan.config, plan.settings, plan.tables, plan.mesh)
-    options = dict(plan.compiler)
-
-    def train(kind: Kind) -> Callable[..., Any]:
-        began = time.monotonic()
-        lowered = train_step(*args, kind).lower(state, batch_shapes(kind, plan.mesh))
-        compiled = lowered.compile(compiler_options=options)
-        LOG.info(f"compiled {kind.name} training in {time.monotonic() - began:.0f} s")
-        return compiled
-
-    def check(kind: Kind) -> Callable[..., Any]:
-        began = time.monotonic()
-        jitted = evaluation(*args, kind)
-        lowered = jitted.lower(state.weights, batch_shapes(kind, plan.mesh))
-        compiled = lowered.compile(compiler_options=options)
-        LOG.info(f"compiled {kind.name} evaluation in {time.monotonic() - began:.0f} s")
-        return compiled
-
     judged = [k for k in kinds if ("long" if k.decoder_start else "short") in plan.held_out]
     with ThreadPoolExecutor(max(2 * len(kinds), 1)) as pool:
-        steps = {kind: pool.submit(train, kind) for kind in kinds}
-        checks = {kind: pool.submit(check, kind) for kind in judged}
+        steps = {kind: pool.submit(_compile, plan, kind, "training", state) for kind in kinds}
+        checks = {k: pool.submit(compile_check, plan, k, state.weights) for k in judged}
         return (
             {kind: f.result() for kind, f in steps.items()},
             {kind: f.result() for kind, f in checks.items()},
         )
 
 
-def run(plan: Plan, output: Path, minutes: float, resume: Path | None, began: float) -> int:
-    """Train until the plan's last step or `minutes` after `began` (`time.monotonic`).
+def compile_check(plan: Plan, kind: Kind, weights: Mapping[str, jax.Array]) -> Compiled:
+    """The evaluation function of `kind`."""
+    return _compile(plan, kind, "evaluation", weights)
 
-    Writes weights, state.json, loss.csv and, when matplotlib is there, loss.png into `output`.
+
+def _compile(plan: Plan, kind: Kind, what: Literal["training", "evaluation"], first: Any) -> Any:
+    began = time.monotonic()
+    make = train_step if what == "training" else evaluation
+    jitted = make(plan.config, plan.settings, plan.token_map, plan.mesh, kind)
+    lowered = jitted.lower(first, batch_shapes(kind, plan.mesh))
+    compiled = lowered.compile(compiler_options=dict(plan.compiler))
+    LOG.info(f"compiled {kind.name} {what} in {time.monotonic() - began:.0f} s")
+    return compiled
+
+
+def run(
+    plan: Plan,
+    output: Path,
+    minutes: float,
+    began: float,
+    start: Carried | None = None,
+    rows: Sequence[curve.Row] = (),
+) -> int:
+    """Train from `start` until the plan's last step or `minutes` after `began`.
+
+    Args:
+        plan: the run.
+        output: gets weights, state.json and, once there is a logged step, loss.csv and, when
+            matplotlib is there, loss.png.
+        minutes: of this piece. began: its start, as `time.monotonic` says it.
+        start: where the run stands; None starts it.
+        rows: loss.csv up to here.
+
     Returns the step it stands at.
     """
     settings = plan.settings
     deadline = began + 60 * minutes - _SAVING_S
     output.mkdir(parents=True, exist_ok=True)
-    rows: list[curve.Row] = list(curve.read(resume)) if resume is not None else []
-    state = begin(plan, resume)
+    rows = list(rows)
+    state = begin(plan, start)
     step = int(state.step)
     reach = min(settings.steps, step + int(60 * minutes * _FASTEST) + 1)
     kinds = list(dict.fromkeys(plan.kind_of(s) for s in range(step, reach)))
@@ -154,32 +165,35 @@ def run(plan: Plan, output: Path, minutes: float, resume: Path | None, began: fl
             if step % settings.log_every == 0 or last:
                 rows.append(log.row(step))
             if (step % settings.eval_every == 0 or last) and rows:
-                rows[-1] = {**rows[-1], **_judge(plan, checks, state, step - 1)}
+                found = judge(plan, checks, state.weights, settings.quantizes(step - 1))
+                exact = {f"exact:{k}": round(100 * a / n, 2) for k, (a, n) in found.items()}
+                rows[-1] = {**rows[-1], **exact}
                 log.restart()
     if log.pending:
         rows.append(log.row(step))
     carried = jax.device_get(state.weights)
     carry.save(output, step, dataclasses.asdict(settings), carried, plan.config)
-    curve.write(output, rows)
-    _draw(output)
+    if rows:
+        curve.write(output, rows)
+        _draw(output)
     LOG.info(f"stopped at step {step} after {time.monotonic() - began:.0f} s; saved to {output}")
     return step
 
 
-def _judge(
-    plan: Plan, checks: Mapping[Kind, Callable[..., Any]], state: TrainState, step: int
-) -> dict[str, float]:
-    """Exact match per label in per cent, said and returned as columns `exact:{label}`."""
-    columns: dict[str, float] = {}
+def judge(
+    plan: Plan, checks: Mapping[Kind, Compiled], weights: Mapping[str, jax.Array], quantize: bool
+) -> dict[str, tuple[int, int]]:
+    """Right and counted answers per label of the held-out sets that `checks` can judge, logged."""
+    found: dict[str, tuple[int, int]] = {}
     for shape, held_out in plan.held_out.items():
-        kind = plan.kind(shape, plan.settings.quantizes(step))
+        kind = plan.kind(shape, quantize)
         if kind not in checks:  # a shape that this piece's steps never take
             continue
-        found = exact_match(held_out, checks[kind], state.weights, plan.mesh, kind.rows)
-        columns |= {f"exact:{k}": round(100 * a / n, 2) for k, (a, n) in found.items()}
-        parts = [f"{k} {100 * a / n:.0f}% of {n}" for k, (a, n) in found.items()]
+        here = exact_match(held_out, checks[kind], weights, plan.mesh, kind.rows)
+        found |= here
+        parts = [f"{k} {100 * a / n:.0f}% of {n}" for k, (a, n) in here.items()]
         LOG.info(f"exact match, {kind.name}: " + ", ".join(parts))
-    return columns
+    return found
 
 
 def _draw(output: Path) -> None:

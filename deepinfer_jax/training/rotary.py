@@ -1,8 +1,10 @@
-"""Rotation of adjacent channel pairs for batched rows; the angles come from the model's table."""
+"""The model's rotation for batched rows, with a gradient that keeps nothing but the angles."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from deepinfer_jax.model import layers
 
 
 def rotate(x: jax.Array, angles: np.ndarray, *, inverse: bool = False) -> jax.Array:
@@ -17,15 +19,7 @@ def rotate(x: jax.Array, angles: np.ndarray, *, inverse: bool = False) -> jax.Ar
 
 
 def _rotate(x: jax.Array, angles: jax.Array, inverse: bool) -> jax.Array:
-    half = angles.shape[-1]
-    shape = (1, angles.shape[0], *(1,) * (x.ndim - 3), half)
-    cos, sin = angles[:, 0].reshape(shape), angles[:, 1].reshape(shape)
-    sin = -sin if inverse else sin
-    tail = x[..., -2 * half :].astype(jnp.float32).reshape(*x.shape[:-1], half, 2)
-    even, odd = tail[..., 0], tail[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    turned = turned.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
-    return jnp.concatenate([x[..., : -2 * half], turned], axis=-1)
+    return jax.vmap(lambda row: layers.rotate(row, angles, inverse=inverse))(x)
 
 
 def _forward(x: jax.Array, angles: jax.Array, inverse: bool) -> tuple[jax.Array, jax.Array]:

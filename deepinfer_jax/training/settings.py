@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.skills.mixture import SHARES
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class TrainingSettings:
         qat_from: from here on weights and caches are rounded. long_from: first long step.
         long_every: every so many steps is a long one. ramp: where the difficulty reaches 1.
         embed_std: of the initial embedding.
+        sum_direct: share of sums answered at once in short rows, relative to the other skills.
         chunk, long_chunk: query rows that share a causal bound, short and long steps.
         log_every, eval_every: steps. eval_batches: batches of each kind in the held-out set.
     """
@@ -54,6 +56,7 @@ class TrainingSettings:
     long_every: int = 3
     ramp: float = 0.3
     embed_std: float = 0.5
+    sum_direct: float = SHARES["sum_direct"]
     chunk: int = 256
     long_chunk: int = 1024
     log_every: int = 50

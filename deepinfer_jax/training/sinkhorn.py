@@ -1,4 +1,4 @@
-"""The stream-mixing matrix of mHC: Sinkhorn normalisation with its exact gradient.
+"""The stream-mixing matrix of mHC on a GPU: a Sinkhorn kernel with its exact gradient.
 
 The gradient goes through all iterations. An implicit one assumes a converged fixed point, which
 20 iterations are not once the softmax saturates.
@@ -17,32 +17,21 @@ Lanes = tuple[jax.Array, ...]
 _BLOCK = 128  # tokens a program of the kernel; 4 warps, one token a thread
 
 
-def sinkhorn_scan(c: jax.Array, iterations: int, eps: float) -> jax.Array:
-    """Reference and CPU path: a scan, differentiated by JAX.
+def sinkhorn_kernel(
+    c: jax.Array, iterations: int, eps: float, interpret: bool = False
+) -> jax.Array:
+    """`ops.mhc.sinkhorn`, one GPU kernel each way.
 
     Args:
         c: float32 [tokens, n, n], row = source stream, column = target stream, before the softmax
             over columns.
         iterations: column normalisations in all; the first follows the softmax.
         eps: added to every entry after the softmax and to every sum.
+        interpret: run it without a GPU.
 
     Returns:
         float32 [tokens, n, n] whose columns sum to about 1 (model specification, section "mixes").
     """
-    c = jax.nn.softmax(c, axis=2) + eps
-    c = c / (jnp.sum(c, axis=1, keepdims=True) + eps)
-
-    def iterate(c: jax.Array, _: None) -> tuple[jax.Array, None]:
-        c = c / (jnp.sum(c, axis=2, keepdims=True) + eps)
-        return c / (jnp.sum(c, axis=1, keepdims=True) + eps), None
-
-    return jax.lax.scan(iterate, c, None, length=iterations - 1)[0]
-
-
-def sinkhorn_kernel(
-    c: jax.Array, iterations: int, eps: float, interpret: bool = False
-) -> jax.Array:
-    """As `sinkhorn_scan`, one GPU kernel each way; `interpret` runs it without one."""
     return _kernel_vjp(c, iterations, eps, interpret)
 
 

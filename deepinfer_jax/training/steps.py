@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.training.engram import HashTables
 from deepinfer_jax.training.forward import ForwardOptions
 from deepinfer_jax.training.losses import objective, options_for, run_forward, targets
 from deepinfer_jax.training.optimizer import TrainState, update
@@ -83,7 +82,7 @@ def _options(kind: Kind, settings: TrainingSettings, mesh: Mesh) -> ForwardOptio
 def train_step(
     config: ModelConfig,
     settings: TrainingSettings,
-    tables: HashTables,
+    token_map: np.ndarray,
     mesh: Mesh,
     kind: Kind,
 ) -> jax.stages.Wrapped:
@@ -104,7 +103,7 @@ def train_step(
         totals["rows"] = jnp.maximum(totals["rows"], 1.0)
         sparse = state.step.astype(jnp.float32) >= sparse_step
         (_, report), gradients = jax.value_and_grad(objective, has_aux=True)(
-            state.weights, batch, totals, config, settings, options, tables, sparse
+            state.weights, batch, totals, config, settings, options, token_map, sparse
         )
         gradients = jax.lax.psum(gradients, AXIS)
         peak = jax.lax.pmax(report["peak"], AXIS)
@@ -131,7 +130,7 @@ def train_step(
 
 
 def evaluation(
-    config: ModelConfig, settings: TrainingSettings, tables: HashTables, mesh: Mesh, kind: Kind
+    config: ModelConfig, settings: TrainingSettings, token_map: np.ndarray, mesh: Mesh, kind: Kind
 ) -> jax.stages.Wrapped:
     """The jitted check: bool [rows, r], whether the arg-max is the next token; always sparse.
 
@@ -141,7 +140,7 @@ def evaluation(
     options = _options(kind, settings, mesh)
 
     def check(weights: Mapping[str, jax.Array], batch: Batch) -> jax.Array:
-        result = run_forward(weights, batch, config, options, tables, True)
+        result = run_forward(weights, batch, config, options, token_map, True)
         best = jnp.argmax(result.logits, axis=-1).astype(jnp.int32)
         return best == targets(batch["ids"], options.decoder_start)
 

@@ -110,9 +110,19 @@ def test_a_folder_that_cannot_be_written_is_not_cached(tmp_path, tensors, monkey
         raise PermissionError("read-only")
 
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    monkeypatch.setattr(digest_module.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
     assert tree_digest(open_checkpoint(tmp_path), cache_from_bytes=0) == slow(tensors)
     assert not (tmp_path / CACHE_NAME).exists()
+
+
+def test_a_cache_entry_that_cannot_be_renamed_leaves_no_file(tmp_path, tensors, monkeypatch):
+    def refuse(*_):
+        raise OSError("disk full")
+
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    monkeypatch.setattr("os.replace", refuse)
+    assert tree_digest(open_checkpoint(tmp_path), cache_from_bytes=0) == slow(tensors)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_file_replaced_while_it_is_hashed_is_refused(tmp_path, tensors):

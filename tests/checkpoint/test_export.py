@@ -51,6 +51,23 @@ def test_exporting_what_was_loaded_changes_no_weight(tmp_path, release_file, con
             np.testing.assert_array_equal(second.tensors[name], array, err_msg=name)
 
 
+def test_an_export_is_refused_beside_another_tokenizer(tmp_path, weights, config, config_json):
+    mine, other = "ab" * 32, "cd" * 32
+    file = tmp_path / "model.safetensors"
+    export(tmp_path, weights, config_json, drafter=False, tokenizer_sha256=mine)
+    load(tmp_path, config, digest=False, tokenizer_sha256=mine)
+    load(tmp_path, config, digest=False)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, config, digest=False, tokenizer_sha256=other)
+    assert str(caught.value) == (
+        f"{file} belongs to the tokenizer.json of SHA-256 {mine}, and the tokenizer here has "
+        f"{other}. With another tokenizer every token id would mean something else. "
+        "Use the tokenizer.json that came with these weights."
+    )
+    export(tmp_path, weights, config_json, drafter=False)
+    load(tmp_path, config, digest=False, tokenizer_sha256=other)
+
+
 def test_weights_that_do_not_fit_are_listed(weights, config):
     wrong = {n: x for n, x in weights.items() if n != "norm.weight"}
     wrong |= {"head.weight": np.zeros((2, 2), np.float32), "mtp.0.x": np.zeros(1, np.float32)}

@@ -12,11 +12,13 @@ from deepinfer_jax.errors import CheckpointError
 
 REPO = "deepseek-ai/DeepSeek-V4.1-Flash"
 COMMIT = "dba1be0a" + "0" * 32
+PINNED = f"{REPO}@{COMMIT}"
 
 
 def model_folder(path):
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text("{}")
+    (path / "tokenizer.json").write_text("{}")
     write_safetensors(path / "model.safetensors", {"x": np.zeros(3, np.float32)})
     return path
 
@@ -24,8 +26,8 @@ def model_folder(path):
 class FakeHub:
     """Downloads by writing the files itself; counts what is fetched."""
 
-    def __init__(self, commit=COMMIT, error=None, whole=True):
-        self.commit, self.error, self.whole = commit, error, whole
+    def __init__(self, commit=COMMIT, error=None, without=None):
+        self.commit, self.error, self.without = commit, error, without
         self.fetched, self.asked = [], []
 
     def find_commit(self, repo, revision):
@@ -44,8 +46,8 @@ class FakeHub:
             raise self.error
         self.fetched.append((repo, revision))
         model_folder(path)
-        if not self.whole:
-            (path / "model.safetensors").unlink()
+        if self.without:
+            (path / self.without).unlink()
         return str(path)
 
 
@@ -69,44 +71,73 @@ def test_a_folder_is_taken_as_it_is(tmp_path):
     assert not hub.fetched and not hub.asked
 
 
-def test_a_bundled_name_is_its_folder(tmp_path):
-    folder = model_folder(tmp_path / "models" / "nano")
-    found = resolve(tmp_path, FakeHub(), "nano", bundled={"nano": folder})
-    assert (found.path, found.source) == (folder, "bundled")
-
-
-def test_a_name_that_is_neither_folder_nor_repository_is_refused(tmp_path):
-    bundled = {"nano": model_folder(tmp_path / "nano")}
-    with pytest.raises(CheckpointError, match=r"no model 'nono': .* one of nano that ship"):
-        resolve(tmp_path, FakeHub(), "nono", bundled=bundled)
+@pytest.mark.parametrize(
+    "name",
+    ["nono", "./typo", "../typo", ".hidden/name", "a/b/c", "owner/", "owner/name@", "a/b@ c"],
+)
+def test_a_name_that_is_neither_folder_nor_repository_is_refused(tmp_path, name):
+    hub = FakeHub()
+    said = refusal(tmp_path, hub, name)
+    assert said == (f"There is no model {name!r}: no such folder, and not a repository owner/name.")
+    assert not hub.asked and not hub.fetched
 
 
 def test_a_branch_is_resolved_to_the_commit_that_is_reported(tmp_path):
     hub = FakeHub()
-    found = resolve(tmp_path, hub, revision="main")
-    assert (found.source, found.repo, found.revision) == ("hub", REPO, COMMIT)
+    found = resolve(tmp_path, hub, f"{REPO}@main")
+    assert (found.source, found.repo, found.commit) == ("hub", REPO, COMMIT)
     assert hub.asked == [(REPO, "main")] and hub.fetched == [(REPO, COMMIT)]
     assert found.path == tmp_path / "cache" / COMMIT
 
 
+def test_without_a_revision_the_default_branch_is_pinned(tmp_path):
+    hub = FakeHub()
+    assert resolve(tmp_path, hub).commit == COMMIT
+    assert hub.asked == [(REPO, None)] and hub.fetched == [(REPO, COMMIT)]
+
+
+def test_a_revision_may_be_a_reference_with_slashes(tmp_path):
+    hub = FakeHub()
+    resolve(tmp_path, hub, f"{REPO}@refs/pr/3")
+    assert hub.asked == [(REPO, "refs/pr/3")]
+
+
 def test_a_commit_that_is_complete_in_the_cache_needs_no_network(tmp_path):
-    resolve(tmp_path, FakeHub(), revision=COMMIT)
+    resolve(tmp_path, FakeHub(), PINNED)
     offline = FakeHub(error=ConnectionError("no route"))
-    assert resolve(tmp_path, offline, revision=COMMIT).revision == COMMIT
+    assert resolve(tmp_path, offline, PINNED).commit == COMMIT
     assert not offline.asked and not offline.fetched
 
 
 def test_a_commit_that_is_half_in_the_cache_is_downloaded_again(tmp_path):
-    found = resolve(tmp_path, FakeHub(), revision=COMMIT)
+    found = resolve(tmp_path, FakeHub(), PINNED)
     file = found.path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     hub = FakeHub()
-    resolve(tmp_path, hub, revision=COMMIT)
+    resolve(tmp_path, hub, PINNED)
     assert hub.fetched == [(REPO, COMMIT)]
 
 
+def test_a_download_that_stopped_before_the_tokenizer_is_repaired(tmp_path):
+    found = resolve(tmp_path, FakeHub(), PINNED)
+    (found.path / "tokenizer.json").unlink()
+    hub = FakeHub()
+    resolve(tmp_path, hub, PINNED)
+    assert hub.fetched == [(REPO, COMMIT)] and (found.path / "tokenizer.json").is_file()
+
+
+def test_a_repository_without_a_tokenizer_is_refused(tmp_path):
+    said = refusal(tmp_path, FakeHub(without="tokenizer.json"), PINNED)
+    assert said == f"{tmp_path / 'cache' / COMMIT} has no tokenizer.json."
+
+
+def test_a_name_that_the_hub_client_refuses_is_a_refusal(tmp_path):
+    with pytest.raises(CheckpointError, match=r"could not be downloaded .*HFValidationError"):
+        resolve_model(f"owner/a--b@{COMMIT}", cache_dir=tmp_path)
+
+
 def test_a_download_that_lacks_weights_is_refused(tmp_path):
-    said = refusal(tmp_path, FakeHub(whole=False), revision=COMMIT)
+    said = refusal(tmp_path, FakeHub(without="model.safetensors"), PINNED)
     assert said.endswith("holds no .safetensors file.")
 
 
@@ -118,7 +149,7 @@ def test_an_unresolvable_revision_is_refused(tmp_path):
 
 
 def test_a_failed_download_is_refused(tmp_path):
-    said = refusal(tmp_path, FakeHub(error=OSError("disk full")), revision=COMMIT)
+    said = refusal(tmp_path, FakeHub(error=OSError("disk full")), PINNED)
     assert f"{REPO} at {COMMIT} could not be downloaded into" in said
     assert said.endswith("(OSError: disk full).")
 
@@ -136,14 +167,14 @@ def test_every_failure_of_the_hub_client_is_a_refusal(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"to a commit \(OSError: TransportError: no route"):
         resolve_model(REPO, cache_dir=tmp_path)
     with pytest.raises(CheckpointError, match="could not be downloaded .* TransportError"):
-        resolve_model(REPO, cache_dir=tmp_path, revision=COMMIT)
+        resolve_model(PINNED, cache_dir=tmp_path)
 
 
 def test_a_local_copy_stands_in_for_the_download(tmp_path):
     hub = FakeHub()
     folder = model_folder(tmp_path / "local")
     found = resolve(tmp_path, hub, local_dir_override=folder)
-    assert (found.path, found.source, found.revision) == (folder, "override", None)
+    assert (found.path, found.source, found.commit) == (folder, "override", None)
     assert not hub.fetched and not hub.asked
 
 
@@ -159,11 +190,10 @@ def test_a_local_copy_must_be_complete(tmp_path):
     assert not hub.fetched
 
 
-def test_a_revision_of_a_folder_is_refused(tmp_path):
+def test_a_revision_of_a_local_copy_is_refused(tmp_path):
     folder = model_folder(tmp_path / "local")
-    for options in ({"name": folder}, {"local_dir_override": folder}):
-        said = refusal(tmp_path, FakeHub(), revision=COMMIT, **options)
-        assert said == f"Revision {COMMIT!r} was asked for, and the model is the folder {folder}."
+    said = refusal(tmp_path, FakeHub(), PINNED, local_dir_override=folder)
+    assert said == f"Revision {COMMIT!r} was asked for, and the model is the folder {folder}."
 
 
 class SlowHub(FakeHub):
@@ -181,7 +211,7 @@ class SlowHub(FakeHub):
 
 
 def _download_slowly(tmp_path, begun, may_finish):
-    resolve(tmp_path, SlowHub(begun, may_finish), revision=COMMIT)
+    resolve(tmp_path, SlowHub(begun, may_finish), PINNED)
 
 
 @pytest.fixture
@@ -200,7 +230,7 @@ def other_process(tmp_path):
 
 def test_a_second_process_downloading_into_the_directory_is_refused(tmp_path, other_process):
     hub = FakeHub()
-    said = refusal(tmp_path, hub, revision=COMMIT)
+    said = refusal(tmp_path, hub, PINNED)
     assert f"Another process is downloading {REPO} into {tmp_path / 'cache'} (waited 0 s" in said
     assert not hub.fetched
 
@@ -209,15 +239,15 @@ def test_a_second_process_may_wait_and_then_uses_the_first_ones_files(tmp_path, 
     hub = FakeHub()
     started = time.monotonic()
     other_process()
-    found = resolve(tmp_path, hub, revision=COMMIT, lock_wait_s=60)
+    found = resolve(tmp_path, hub, PINNED, lock_wait_s=60)
     assert found.path.is_dir() and not hub.fetched
     assert time.monotonic() - started < 60
 
 
 def test_a_lock_file_left_behind_locks_nothing(tmp_path):
-    resolve(tmp_path, FakeHub(), revision=COMMIT)
+    resolve(tmp_path, FakeHub(), PINNED)
     assert list((tmp_path / "cache").glob(".deepinfer-*.lock"))
     shutil.rmtree(tmp_path / "cache" / COMMIT)
     hub = FakeHub()
-    resolve(tmp_path, hub, revision=COMMIT)
+    resolve(tmp_path, hub, PINNED)
     assert hub.fetched

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.checkpoint.inventory import inventory
-from deepinfer_jax.checkpoint.load import load, memory_need
-from deepinfer_jax.checkpoint.match import match
+from deepinfer_jax.checkpoint.load import load
 from deepinfer_jax.checkpoint.safetensors import write_safetensors
 from deepinfer_jax.checkpoint.shards import INDEX_NAME, Checkpoint, open_checkpoint
-from deepinfer_jax.errors import CheckpointError, ConfigError, MemoryPlanError
+from deepinfer_jax.errors import CheckpointError, ConfigError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -70,7 +69,6 @@ def test_a_dequantized_export_loads_to_the_same_weights(tmp_path, loaded, config
     again = load(write(tmp_path, loaded.tensors), config)
     assert again.spelling == "dequantized" and loaded.spelling == "release"
     assert again.digest != loaded.digest
-    assert again.bytes == loaded.bytes == sum(x.nbytes for x in loaded.tensors.values())
     for name, array in loaded.tensors.items():
         assert same(again.tensors[name], array), name
 
@@ -98,7 +96,6 @@ def test_packed_weights_are_the_stored_bytes(release_file, release_tensors, load
     expert = "layers.0.ffn.experts.0.w1"
     assert packed.tensors[f"{expert}.weight"].dtype == np.uint8
     assert packed.tensors[f"{expert}.scale"].dtype == ml_dtypes.float8_e8m0fnu
-    assert packed.bytes == sum(x.nbytes for x in packed.tensors.values())
 
 
 def test_float32_widens_everything_and_changes_nothing(release_file, loaded, config):
@@ -106,7 +103,6 @@ def test_float32_widens_everything_and_changes_nothing(release_file, loaded, con
     for name, array in wide.tensors.items():
         assert array.dtype == np.float32
         np.testing.assert_array_equal(array, loaded.tensors[name].astype(np.float32))
-    assert wide.bytes == sum(x.nbytes for x in wide.tensors.values())
 
 
 def test_loaded_arrays_cannot_be_written(loaded):
@@ -145,35 +141,17 @@ def test_a_dequantized_table_is_read_by_rows_too(tmp_path, loaded, config):
     np.testing.assert_array_equal(table.rows(np.array([3, 629, 3])), whole[[3, 629, 3]])
 
 
-def test_where_tables_lie_decides_the_memory_need(release_file, config):
-    sizes = {
-        place: load(release_file, config, engram=place, formats="packed", digest=False).bytes
-        for place in ("device", "host", "mmap")
-    }
-    table = (630 + 834) * (32 + 1)
-    assert sizes["device"] == sizes["host"] == sizes["mmap"] + table
-
-
-def test_the_memory_need_is_known_by_component_before_loading(release_file, loaded, config):
-    opened = open_checkpoint(release_file)
-    matched = match(opened, config, drafter=None)
-    options = {"formats": "dequantized", "engram": "device", "dtype": "bfloat16"}
-    need = memory_need(opened, matched, **options)
-    assert sum(need.values()) == loaded.bytes
-    assert need["embed"] == 512 * 128 * 2
-    assert need["routed_experts"] == 10 * 8 * 3 * 64 * 128 * 2
-
-
-def test_too_little_memory_is_refused_before_any_tensor_is_read(
-    release_file, loaded, config, monkeypatch
-):
-    load(release_file, config, available_bytes=loaded.bytes, digest=False)
-    monkeypatch.setattr(Checkpoint, "array", None)
-    with pytest.raises(MemoryPlanError) as caught:
-        load(release_file, config, available_bytes=loaded.bytes - 1)
-    assert f"({loaded.bytes:,} bytes)" in caught.value.what
-    assert "routed_experts 0.004 GiB" in caught.value.why
-    assert "packed" in caught.value.do
+def test_a_weight_is_decoded_when_it_is_looked_up_and_no_other(release_file, config, monkeypatch):
+    plain = load(release_file, config, drafter=False)
+    read = []
+    array = Checkpoint.array
+    monkeypatch.setattr(Checkpoint, "array", lambda self, n: read.append(n) or array(self, n))
+    assert len(plain.tensors) == len(inventory(config, drafter=False)) and not read
+    assert plain.tensors["layers.0.attn.wkv.weight"].dtype == BF16
+    assert read == ["layers.0.attn.wkv.weight", "layers.0.attn.wkv.scale"]
+    for name in ("mtp.0.attn.wkv.weight", "layers.0.attn.wkv.scale"):
+        with pytest.raises(KeyError):
+            plain.tensors[name]
 
 
 def test_a_bad_tensor_is_found_before_any_tensor_is_read(
@@ -242,13 +220,12 @@ def test_an_unknown_option_is_refused(release_file, config, option):
         load(release_file, config, **option)
 
 
-def test_progress_reaches_its_total_in_both_phases(release_file, config):
+def test_progress_of_the_digest_reaches_its_total(release_file, config):
     calls = []
-    loaded = load(release_file, config, progress=lambda *call: calls.append(call))
-    for phase, total in (("digest", release_file_bytes(release_file)), ("load", loaded.bytes)):
-        done = [d for p, d, t in calls if p == phase and t == total]
-        assert done == sorted(done) and done[-1] == total
-        assert len(done) == sum(p == phase for p, _, _ in calls)
+    load(release_file, config, progress=lambda *call: calls.append(call))
+    done = [d for _, d, _ in calls]
+    assert {(p, t) for p, _, t in calls} == {("digest", release_file_bytes(release_file))}
+    assert done == sorted(done) and done[-1] == release_file_bytes(release_file)
 
 
 def release_file_bytes(path):

@@ -70,7 +70,7 @@ def test_equal_input_gives_equal_bytes_and_aligned_tensors(tmp_path):
     write_safetensors(tmp_path / "1", a, metadata={"format": "release"})
     write_safetensors(tmp_path / "2", dict(reversed(a.items())), metadata={"format": "release"})
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
-    for tensor in map_file(tmp_path / "1", 0)[2].values():
+    for tensor in map_file(tmp_path / "1", 0).tensors.values():
         assert tensor.start % DTYPES[tensor.dtype].itemsize == 0
 
 
@@ -120,6 +120,8 @@ def test_a_file_cut_inside_its_header_is_truncated(tmp_path, size):
         ({"x": entry("F32", [1.0], 0, 4)}, 4, "x has shape (1.0,)"),
         ({"x": {"dtype": "F32", "shape": [1]}}, 4, "the entry of x lacks dtype, shape or offsets"),
         ({"x": 3}, 4, "the entry of x lacks dtype, shape or offsets"),
+        ({"__metadata__": {"format": 1}}, 0, "its __metadata__ is not a table of texts"),
+        ({"__metadata__": []}, 0, "its __metadata__ is not a table of texts"),
         (b"[1]", 0, "not a JSON object"),
         (b"{", 0, "its header is not JSON"),
         (b"\xff\xfe", 0, "its header is not JSON"),

@@ -6,7 +6,7 @@ import pytest
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.admission import Admission
 from deepinfer_jax.errors import RequestError
-from deepinfer_jax.request import SamplingParams, sample_seed
+from deepinfer_jax.sampling_params import SamplingParams, sample_seed
 from deepinfer_jax.settings import package_folder
 from deepinfer_jax.text.tokenizer import Tokenizer
 

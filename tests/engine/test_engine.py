@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from short_llm import compiled_programs, letters, open_llm, write_short_model
+from short_llm import letters, open_llm, write_short_model
 
 from deepinfer_jax import SamplingParams
 from deepinfer_jax.errors import CheckpointError, RequestError
@@ -15,22 +15,6 @@ IMAGE = 272
 FORCED = SamplingParams(
     temperature=0, max_tokens=10, ignore_eos=True, logprobs=0, golden_token_ids=[IMAGE]
 )
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    with compiled_programs(tmp_path_factory.getbasetemp()) as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_short_model(tmp_path_factory.mktemp("model") / "short")
-
-
-@pytest.fixture(scope="module")
-def llm(folder, compiled):
-    return open_llm(folder, compiled)
 
 
 @pytest.fixture
@@ -49,9 +33,9 @@ def only(outputs):
 
 
 @pytest.mark.parametrize("place", ["host", "mmap"])
-def test_engram_tables_off_the_device_give_the_same_tokens(llm, folder, compiled, place):
+def test_engram_tables_off_the_device_give_the_same_tokens(llm, short_folder, compiled, place):
     expected = only(llm.generate("x" * 70, FORCED))
-    apart = open_llm(folder, compiled, engram=place)
+    apart = open_llm(short_folder, compiled, engram=place)
     assert len(apart.assembled.tables) == 2 and apart.assembled.params.engram_tables == ()
     made = only(apart.generate("x" * 70, FORCED))
     assert made.token_ids == expected.token_ids
@@ -120,9 +104,9 @@ def test_equal_logits_give_the_lowest_id(variant):
 
 
 def test_the_original_sampler_repeats_itself_and_agrees_where_nothing_is_random(
-    llm, folder, compiled
+    llm, short_folder, compiled
 ):
-    original = open_llm(folder, compiled, sampler="original")
+    original = open_llm(short_folder, compiled, sampler="original")
     assert (
         only(original.generate("Hello", GREEDY)).token_ids
         == only(llm.generate("Hello", GREEDY)).token_ids
@@ -140,9 +124,9 @@ def test_the_original_sampler_repeats_itself_and_agrees_where_nothing_is_random(
 
 
 def test_processed_log_probs_are_those_of_the_distribution_that_was_drawn_from(
-    llm, folder, compiled
+    llm, short_folder, compiled
 ):
-    processed = open_llm(folder, compiled, logprobs_mode="processed")
+    processed = open_llm(short_folder, compiled, logprobs_mode="processed")
     params = {"max_tokens": 6, "ignore_eos": True, "logprobs": 4, "seq_seed": 9}
     made = only(processed.generate("Hello", SamplingParams(top_k=3, **params)))
     kept = made.logprobs
@@ -159,9 +143,9 @@ def test_processed_log_probs_are_those_of_the_distribution_that_was_drawn_from(
     assert raw.token_ids == made.token_ids and (raw.logprobs.token < kept.token).all()
 
 
-def test_what_is_compiled_is_reported_once(folder, compiled):
+def test_what_is_compiled_is_reported_once(short_folder, compiled):
     calls = []
-    llm = open_llm(folder, compiled, progress=lambda *call: calls.append(call[0]))
+    llm = open_llm(short_folder, compiled, progress=lambda *call: calls.append(call[0]))
     llm.generate(["Hello", "a"], GREEDY)
     llm.generate(["b", "c"], GREEDY)
     names = [name for name in calls if name.startswith("compiled ")]
@@ -171,22 +155,22 @@ def test_what_is_compiled_is_reported_once(folder, compiled):
 
 
 def test_a_program_is_lowered_once_and_read_from_its_folder_after_that(
-    folder, compiled, monkeypatch
+    short_folder, compiled, monkeypatch
 ):
-    first = open_llm(folder, compiled)
+    first = open_llm(short_folder, compiled)
     first.prepare([5], sequences=2)
     expected = only(first.generate("Hello", GREEDY))
     monkeypatch.setattr("jax.export.export", None)  # lowering again would fail here
-    second = open_llm(folder, compiled)
+    second = open_llm(short_folder, compiled)
     second.prepare([5], sequences=2)
     made = only(second.generate("Hello", GREEDY))
     assert made.token_ids == expected.token_ids
     np.testing.assert_array_equal(made.logprobs.token, expected.logprobs.token)
 
 
-def test_what_is_prepared_does_not_compile_again(folder, compiled):
+def test_what_is_prepared_does_not_compile_again(short_folder, compiled):
     calls = []
-    llm = open_llm(folder, compiled, progress=lambda *call: calls.append(call[0]))
+    llm = open_llm(short_folder, compiled, progress=lambda *call: calls.append(call[0]))
     llm.prepare([5, 70], sequences=1)
     prepared = [name for name in calls if name.startswith("compiled ")]
     assert sorted(prepared) == ["compiled decode, 1 rows", "compiled prefill, 64 rows"]

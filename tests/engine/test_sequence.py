@@ -1,16 +1,21 @@
+import dataclasses
 import tomllib
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.engine import Limits
 from deepinfer_jax.engine.sequence import Sequence, pack_draw
 from deepinfer_jax.errors import RequestError
-from deepinfer_jax.request import SamplingParams
+from deepinfer_jax.request import RequestOutput, ToolCall
+from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.settings import package_folder
-from deepinfer_jax.text.output import PlainText
-from deepinfer_jax.text.tokenizer import Tokenizer
+from deepinfer_jax.text.events import ParserOptions
+from deepinfer_jax.text.output import ChatText, PlainText
+from deepinfer_jax.text.tokenizer import Piece, Tokenizer
 
 EOS, LIMIT = 1, 20
 
@@ -24,10 +29,12 @@ def tokenizer():
 
 @pytest.fixture
 def make(tokenizer):
-    def sequence(**params):
-        given = SamplingParams(**params)
-        text = PlainText(tokenizer, tuple(given.stop))
-        return Sequence(0, 0, np.array([0, 5], np.int32), given, 7, text)
+    def sequence(chat=False, **params):
+        params = SamplingParams(**params)
+        stop = tuple(params.stop)
+        options = ParserOptions("reasoning_start", parse_tool_calls=True, stop=stop)
+        text = ChatText(tokenizer, options) if chat else PlainText(tokenizer, stop)
+        return Sequence(0, 0, np.array([0, 5], np.int32), params, 7, text)
 
     return sequence
 
@@ -36,7 +43,7 @@ def take(sequence, tokens):
     for token in tokens:
         assert not sequence.finished
         sequence.append(token, eos=EOS, limit=LIMIT)
-    return sequence.finish_reason, sequence.stop_reason, sequence.text.text
+    return sequence.finish_reason, sequence.stop_reason, sequence.text.whole().content
 
 
 def letters(text):
@@ -64,8 +71,8 @@ def test_a_stop_string_across_tokens_is_cut_and_was_never_shown(make):
     sequence, shown = make(stop=["END", "EX"]), []
     for token in letters("aENbEND"):
         sequence.append(token, eos=EOS, limit=LIMIT)
-        shown.append(sequence.completion("raw").text)
-    assert shown == ["a", "a", "a", "aENb", "aENb", "aENb", "aENb"]
+        shown.append(sequence.news("raw").text)
+    assert shown == ["a", "", "", "ENb", "", "", ""]
     assert (sequence.finish_reason, sequence.stop_reason) == ("stop", "END")
 
 
@@ -110,6 +117,74 @@ def test_a_failure_keeps_what_was_produced(make):
     assert (done.text, done.finish_reason, sequence.error) == ("a", "error", error)
     assert done.logprobs is not None and done.logprobs.mode == "processed"
     assert done.cumulative_logprob == -1.5 and done.logprobs.top_ids.tolist() == [[4, 5]]
+
+
+MARK = "｜DSML｜"
+CALL = [
+    *(Piece("\n\n<"), Piece(MARK, True), Piece(" calls>\n<"), Piece(MARK, True)),
+    *(Piece(' invoke name="f">\n<'), Piece(MARK, True), Piece(' parameter name="x" string="')),
+    *(Piece('true">a "é" b</'), Piece(MARK, True), Piece(" parameter>\n</"), Piece(MARK, True)),
+    *(Piece(" invoke>\n</"), Piece(MARK, True), Piece(" calls>")),
+]
+written = st.lists(
+    st.one_of(
+        st.sampled_from(["é", "中", "END", "EN", "\n", "a", " "]).map(lambda text: [Piece(text)]),
+        st.just([Piece("</think>", True)]),
+        st.just(CALL),
+        st.integers(1, len(CALL)).map(lambda n: CALL[:n]),
+    ),
+    max_size=12,
+)
+
+
+def streamed(make, ids, steps, chat, stop):
+    """What `ids` give, and the parts told after every so many of them."""
+    sequence = make(stop=stop, max_tokens=len(ids), logprobs=1, chat=chat)
+    parts, pause = [], list(steps)
+    for i, token in enumerate(ids):
+        sequence.record(-0.1 * i, np.array([i], np.int32), np.array([-0.25 * i], np.float32))
+        sequence.append(token, eos=EOS, limit=10_000)
+        if sequence.finished or pause.pop(0):
+            parts.append(sequence.news("raw"))
+        if sequence.finished:
+            break
+    return sequence.completion("raw"), parts
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data(), chat=st.booleans(), stop=st.sampled_from([(), ("END",), ("N", "a ")]))
+def test_the_parts_of_a_stream_are_together_the_whole(make, tokenizer, data, chat, stop):
+    pieces = [piece for several in data.draw(written) for piece in several]
+    ids = [*tokenizer.encode_pieces(pieces), EOS][data.draw(st.integers(0, 2)) :] or [EOS]
+    ids = ids[: data.draw(st.integers(1, len(ids)))]
+    steps = data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+    whole, parts = streamed(make, ids, steps, chat, stop)
+    joined = RequestOutput.join(
+        RequestOutput(request_id="0", prompt=None, prompt_token_ids=(), outputs=(part,))
+        for part in parts
+    ).outputs[0]
+    without = {"logprobs": None}
+    assert dataclasses.replace(joined, **without) == dataclasses.replace(whole, **without)
+    for name in ("token", "top_ids", "top"):
+        np.testing.assert_array_equal(
+            getattr(joined.logprobs, name), getattr(whole.logprobs, name), strict=True
+        )
+    assert [p.finish_reason is not None for p in parts] == [False] * (len(parts) - 1) + [True]
+    assert sum(len(p.token_ids) for p in parts) == len(whole.token_ids)
+    assert sum(len(p.text) for p in parts) == len(whole.text)
+
+
+def test_a_call_streams_its_name_once_and_its_arguments_in_pieces(make, tokenizer):
+    ids = [*tokenizer.encode_pieces(CALL), *tokenizer.encode_pieces(CALL), EOS]
+    _, parts = streamed(make, ids, [True] * len(ids), True, ())
+    told = [call for part in parts for call in part.tool_calls]
+    assert [call.name for call in told if call.name] == ["f"]
+    assert told[0] == ToolCall("f", "") and {call.index for call in told} == {0}
+    assert "".join(call.arguments for call in told) == '{"x": "a \\"é\\" b"}'
+    assert len(told) > 5
+    assert parts[-1].finish_reason == "tool_calls"
 
 
 def test_draws_are_packed_with_greedy_padding(make):

@@ -1,5 +1,6 @@
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -22,15 +23,26 @@ class Terminal(io.StringIO):
 
 
 class Scripted:
-    """Answers each turn with the next of its outputs and keeps the messages that it saw."""
+    """Answers each turn with the next of its outputs, in parts; keeps the messages it saw."""
 
     def __init__(self, *outputs):
         self.outputs, self.seen, self.options = list(outputs), [], {}
 
+    def manifest(self):
+        return {"level": "R1"}
+
     def stream_chat(self, messages, params, **options):
         self.seen.append([dict(m) for m in messages])
         self.options = options
-        yield self.outputs.pop(0)
+        whole = self.outputs.pop(0)
+        for sample in whole.outputs:
+            for text, reasoning in [("", c) for c in sample.reasoning or ""] + [
+                (c, None) for c in sample.text
+            ]:
+                part = CompletionOutput(index=0, text=text, token_ids=(), reasoning=reasoning)
+                yield replace(whole, outputs=(part,), finished=False)
+        last = [replace(s, text="", reasoning=None) for s in whole.outputs]
+        yield replace(whole, outputs=tuple(last))
 
 
 def said(text="", reasoning=None, calls=(), error=None):
@@ -40,7 +52,7 @@ def said(text="", reasoning=None, calls=(), error=None):
         token_ids=(1,),
         reasoning=reasoning,
         finish_reason="stop",
-        tool_calls=tuple(ToolCall(*call) for call in calls),
+        tool_calls=tuple(ToolCall(*call, i) for i, call in enumerate(calls)),
     )
     return RequestOutput(
         request_id="0",
@@ -144,7 +156,7 @@ def test_a_history_with_calls_and_results_can_be_rendered():
     llm = Scripted(said(calls=[("look", "{}")]))
     talk = Conversation(llm, SamplingParams(), {"tools": [TOOL]}, "Be brief.")
     assert talk.add("find")
-    list(talk.answer())
+    assert talk.answer().outputs[0].tool_calls == (ToolCall("look", "{}"),)
     assert talk.add("right here")
     text = "".join(piece.text for piece in render(talk.messages, tools=[TOOL]).pieces)
     assert "look" in text
@@ -169,6 +181,21 @@ def test_a_failed_turn_ends_given_messages(deepinfer, scripted):
     assert len(llm.seen) == 1
     assert json.loads(out)["error"]["what"] == "Too long."
     assert err.startswith("RequestError: Too long.")
+
+
+def test_out_holds_a_line_for_every_answer_failed_ones_too(deepinfer, scripted, tmp_path):
+    failed = said(error=RequestError("Too long.", "Why.", "Do."))
+    scripted(said("one", "because"), said("two"), failed)
+    turns = [x for text in "abc" for x in ("--message", text)]
+    code, out, _ = deepinfer("chat", *turns, "--out", str(tmp_path / "run"), *SHORT)
+    assert (code, out) == (1, "because\n\none\ntwo\n")
+    lines = (tmp_path / "run" / "results.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["request_id"] for row in rows] == ["0", "1", "2"]
+    assert [o["text"] for row in rows for o in row["outputs"]] == ["one", "two"]
+    assert rows[0]["outputs"][0]["reasoning"] == "because"
+    assert rows[2]["error"]["what"] == "Too long."
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"level": "R1"}
 
 
 def test_typed_turns_keep_their_history_until_quit(deepinfer, scripted, typed):
@@ -242,7 +269,7 @@ def test_progress_says_when_an_answer_was_cut_off():
     output = RequestOutput(
         request_id="0", prompt=None, prompt_token_ids=(0,), outputs=(cut,), finished=True
     )
-    talk = Conversation(Scripted(output), SamplingParams(), {}, None)
+    talk = Conversation(Scripted(output), SamplingParams(), {})
     talk.add("a")
     told = Console(file=io.StringIO(), force_terminal=False)
     chat._answer(talk, None, Live(console=told))

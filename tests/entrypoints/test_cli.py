@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -86,16 +87,78 @@ def test_a_defect_is_not_dressed_up_as_a_refusal(program):
         program(command)
 
 
-def test_an_unknown_option_is_bad_input(program, capsys):
-    assert program(lambda: None, "--nope") == 2
-    assert "--nope" in capsys.readouterr().err
+def misused(max_tokens: int = 3, pair: tuple[str, str] | None = None, json: bool = False) -> None:
+    raise AssertionError("nothing may run")
 
 
-def test_an_unknown_command_is_bad_input(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "sentences"),
+    [
+        (
+            ("--max-tokns", "3"),
+            "deepinfer fake has no option --max-tokns. An option that is ignored would leave its "
+            "default in force. Did you mean --max-tokens?",
+        ),
+        (
+            ("--qqq",),
+            "deepinfer fake has no option --qqq. An option that is ignored would leave its "
+            "default in force. See deepinfer fake --help.",
+        ),
+        (
+            ("--pair", "a"),
+            "deepinfer fake: Option '--pair' requires 2 arguments. Nothing was run, since what is "
+            "meant is not clear. See deepinfer fake --help.",
+        ),
+    ],
+)
+def test_words_that_cannot_be_meant_are_refused_in_three_sentences(
+    program, capsys, arguments, sentences
+):
+    assert program(misused, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ConfigError: ")
+    assert " ".join(err.removeprefix("ConfigError: ").split()) == sentences
+    assert program(misused, "--json", *arguments) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert f"{error['what']} {error['why']} {error['do']}" == sentences
+
+
+@pytest.mark.parametrize("typed", [("--max-tokens", "abc"), ("--max-tokens=abc",)])
+def test_a_value_of_the_wrong_type_is_named(program, capsys, typed):
+    assert program(misused, *typed) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "ConfigError: deepinfer fake: --max-tokens is 'abc'."
+    assert "integer" in lines[1]
+    assert lines[2:] == ["  See deepinfer fake --help."]
+
+
+def test_an_argument_that_is_missing_is_named(program, capsys):
+    def command(prompt: str) -> None:
+        raise AssertionError(prompt)
+
+    assert program(command) == 2
+    assert "deepinfer fake: Missing argument 'prompt'." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "do"), [("evl", "Did you mean eval?"), ("nope", "Name one of these.")]
+)
+def test_an_unknown_command_is_bad_input(capsys, typed, do):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["nope"])
+        cli.main([typed])
     assert caught.value.code == 2
-    assert "nope" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"ConfigError: There is no command '{typed}'.\n"
+        f"  The commands are {', '.join(cli.COMMANDS)}.\n  {do}\n"
+    )
+
+
+def test_without_arguments_the_help_is_shown(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 0
+    assert "Usage: deepinfer" in capsys.readouterr().out
 
 
 def test_help_names_every_command(capsys):
@@ -121,6 +184,17 @@ def test_help_does_not_import_jax():
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_a_source_tree_that_is_not_installed_runs(monkeypatch, capsys):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == "deepinfer-jax not installed\n"
 
 
 def test_the_package_runs_as_a_module():

@@ -31,6 +31,9 @@ class Nano:
         self.meter = Meter()
         self.wrong, self.error, self.limits = wrong, error, []
 
+    def manifest(self):
+        return {"level": "R1"}
+
     def prepare(self, prompt_tokens):
         assert max(prompt_tokens) > 1500
         self.meter.compile_s += 4.0
@@ -45,19 +48,16 @@ class Nano:
         self.meter.prompt_tokens += len(ids)
         self.meter.output_tokens += 5
         self.meter.decode_s += 0.5
-        for text, finished in ((answer[:2], False), (answer, True)):
-            one = CompletionOutput(
-                index=0,
-                text=text,
-                token_ids=(7, 8, 9, number, 1),
-                reasoning=message.get("reasoning_content") if thinking else None,
-            )
+        reasoning = message.get("reasoning_content") if thinking else None
+        parts = (("", (7,), reasoning), (answer[:2], (8, 9), None), (answer[2:], (number, 1), None))
+        for text, tokens, thought in parts:
+            one = CompletionOutput(index=0, text=text, token_ids=tokens, reasoning=thought)
             yield RequestOutput(
                 request_id="0",
                 prompt=None,
                 prompt_token_ids=ids,
                 outputs=(one,),
-                finished=finished,
+                finished=tokens[-1] == 1,
                 error=self.error,
             )
 
@@ -115,6 +115,18 @@ def test_json_holds_the_answers_and_the_numbers(deepinfer, nano):
     assert found["kv_bytes_per_token"] == kv_bytes_per_token(llm.config)
     assert 20e6 < found["parameters"] < 30e6
     assert re.fullmatch("[0-9a-f]{16}", found["run_digest"])
+
+
+def test_out_holds_the_three_answers_and_the_manifest(deepinfer, nano, tmp_path):
+    nano()
+    assert deepinfer("demo", "--quiet", "--out", str(tmp_path / "run"))[0] == 0
+    lines = (tmp_path / "run" / "results.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["request_id"] for row in rows] == ["0", "1", "2"]
+    answers = [one.sample.answer for one in demo.prompts()]
+    assert [row["outputs"][0]["text"] for row in rows] == answers
+    assert rows[1]["outputs"][0]["token_ids"] == [7, 8, 9, 1, 1]
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"level": "R1"}
 
 
 def test_answers_are_greedy_and_as_long_as_the_suite_allows(deepinfer, nano):

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from deepinfer_jax.entrypoints import cli
+from deepinfer_jax.entrypoints import doctor as command
 from deepinfer_jax.ops.table import OPS
 
 
@@ -31,7 +32,7 @@ def test_the_report_as_json_is_complete(doctor):
 
 
 def test_the_report_as_text_shows_device_kernels_and_level(doctor):
-    code, out, err = doctor()
+    code, out, err = doctor("--quiet")
     assert (code, err) == (0, "")
     assert "cpu x 8" in out
     assert "no DEEPINFER_ variable is set" in out
@@ -50,11 +51,38 @@ def test_settings_and_variables_are_shown_with_their_source(doctor, monkeypatch)
     assert "asked for by name" in out
 
 
-def test_a_kernel_that_does_not_exist_cannot_run_here(doctor, monkeypatch):
+def test_a_kernel_that_does_not_exist_is_refused_in_the_report(doctor, monkeypatch):
     monkeypatch.setenv("DEEPINFER_KERNEL_TOPK", "nope")
-    code, out, err = doctor()
-    assert (code, out) == (3, "")
-    assert "Op topk has no kernel named 'nope'" in err
+    code, out, err = doctor("--json")
+    report = json.loads(out)
+    assert code == 3
+    assert "topk has no kernel named 'nope'" in report["refusal"]["what"]
+    assert report["refusal"]["what"] in err
+    assert report["device"]["kind"] == "cpu"
+    assert (report["kernels"], report["level"]) == ([], None)
+
+
+def test_a_machine_without_devices_is_reported(doctor, monkeypatch):
+    def devices():
+        raise RuntimeError("No tpu.\nMore.")
+
+    monkeypatch.setattr("jax.devices", devices)
+    code, out, err = doctor("--json")
+    report = json.loads(out)
+    assert code == 3
+    assert report["device"] is None
+    assert report["model"]["name"] == "nano"
+    assert "It says: No tpu." in err
+    code, out, _ = doctor()
+    assert code == 3
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("device")] == [
+        ["device", "none"]
+    ]
+
+
+def test_a_package_that_is_not_installed_is_shown_as_such(doctor, monkeypatch):
+    monkeypatch.setattr(command, "versions", lambda: {"deepinfer-jax": None})
+    assert "deepinfer-jax not installed" in doctor()[1]
 
 
 def test_a_missing_model_is_reported_and_does_not_hide_the_rest(doctor):
@@ -63,6 +91,34 @@ def test_a_missing_model_is_reported_and_does_not_hide_the_rest(doctor):
     assert code == 0
     assert "There is no model 'nono'" in report["model"]["error"]
     assert report["kernels"]
+
+
+def test_a_repository_is_not_looked_for(doctor):
+    code, out, _ = doctor("--json", "--set", "engine.model=owner/name")
+    model = json.loads(out)["model"]
+    assert code == 0
+    assert model["note"] == (
+        "a Hugging Face repository, unless a folder is meant; doctor downloads nothing"
+    )
+    assert "error" not in model
+
+
+@pytest.mark.parametrize("name", ["/no/where", "./where", "a/b/c"])
+def test_a_path_is_no_repository(doctor, name):
+    _, out, _ = doctor("--json", "--set", f"engine.model={name}")
+    assert "There is no model" in json.loads(out)["model"]["error"]
+
+
+def test_the_report_can_be_kept_in_a_file(doctor, tmp_path):
+    code, out, _ = doctor("--json", "--out", str(tmp_path / "report.json"))
+    assert code == 0
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(out)
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(doctor, tmp_path):
+    code, out, err = doctor("--out", str(tmp_path / "no" / "report.json"))
+    assert (code, out) == (2, "")
+    assert f"report.json cannot be written: there is no folder {tmp_path / 'no'}." in err
 
 
 def test_a_misspelt_variable_is_bad_input(doctor, monkeypatch):
@@ -80,7 +136,20 @@ def test_a_level_out_of_reach_cannot_run_here(doctor):
     code, out, err = doctor("--level", "R3")
     assert code == 3
     assert "level" in out
-    assert "Level R3 is asked for, and R1 is the highest within reach." in err
+    assert ".." not in err
+    kind, why, do = err.splitlines()[-3:]
+    assert kind == ("NoKernelError: Level R3 is asked for, and R1 is the highest within reach.")
+    assert why.startswith("  R1 holds because ")
+    assert do.startswith("  Ask for R1 at most; R2 cannot be reached here: ")
+
+
+def test_a_level_out_of_reach_is_part_of_the_one_json_document(doctor):
+    code, out, _ = doctor("--level", "R2", "--json")
+    report = json.loads(out)
+    assert code == 3
+    assert report["refusal"]["what"].startswith("Level R2 is asked for")
+    assert report["level"]["name"] == "R1"
+    assert json.loads(doctor("--level", "R1", "--json")[1])["refusal"] is None
 
 
 def test_an_unknown_level_is_bad_input(doctor):

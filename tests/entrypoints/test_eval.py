@@ -4,11 +4,13 @@ import sys
 
 import pytest
 
+from deepinfer_jax.engine.engine import Meter
 from deepinfer_jax.entrypoints import eval as command
 from deepinfer_jax.entrypoints.engine_options import open_engine
 from deepinfer_jax.entrypoints.progress import Live
 from deepinfer_jax.errors import RequestError
-from deepinfer_jax.request import CompletionOutput, RequestOutput, SamplingParams
+from deepinfer_jax.request import CompletionOutput, RequestOutput
+from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.skills.conversation import completion
 from deepinfer_jax.skills.evaluation import SUITE, prompt_ids
 from deepinfer_jax.skills.sample import HELD_OUT_SEED
@@ -21,15 +23,20 @@ class Knowing:
 
     def __init__(self, tokenizer, entry, wrong=(), error=None):
         self.tokenizer, self.calls, self.error = tokenizer, [], error
-        self.answers = {}
+        self.meter, self.answers = Meter(), {}
         for i, sample in enumerate(entry.samples(HELD_OUT_SEED, 8)):
             ids = tuple(tokenizer.encode_pieces(completion(sample)))
             answer = ids if i not in wrong else (*ids[:-1], ids[0], ids[-1])
             self.answers[tuple(prompt_ids(sample, tokenizer))] = answer
 
+    def manifest(self):
+        return {"checkpoint": "abc"}
+
     def generate(self, prompts, params, ids, tell):
         self.calls.append((len(ids), params))
         tell(len(ids), len(ids))
+        if any(tuple(prompt) not in self.answers for prompt in ids):
+            raise KeyboardInterrupt
         return [self.output(tuple(prompt)) for prompt in ids]
 
     def output(self, prompt):
@@ -68,7 +75,7 @@ def test_rows_are_a_list_with_accuracy_and_standard_error(deepinfer, knowing):
         "pass": None,
     }
     assert llm.calls == [(8, SamplingParams(temperature=0, max_tokens=SUM.max_tokens))]
-    assert err.splitlines() == ["sum_direct, skill 1 of 1: 0 of 8 prompts"]
+    assert err.splitlines() == ["sum_direct, skill 1 of 1: 0 of 8 prompts, 0 tokens/s"]
 
 
 def test_the_table_shows_what_is_required_and_whether_it_is_met(deepinfer, knowing):
@@ -92,6 +99,50 @@ def test_a_prompt_that_cannot_run_is_not_graded(deepinfer, knowing):
     code, out, err = deepinfer("eval", "--limit-skill", "sum_direct", "--n", "1", "--quiet")
     assert (code, out) == (2, "")
     assert err.startswith("RequestError: Too long.")
+
+
+def test_rows_are_kept_with_what_they_were_measured_on(deepinfer, knowing, tmp_path):
+    knowing()
+    arguments = ("--limit-skill", "sum_direct", "--n", "8", "--json", "--quiet")
+    code, out, _ = deepinfer("eval", *arguments, "--out", str(tmp_path / "rows.json"))
+    assert code == 0
+    assert json.loads((tmp_path / "rows.json").read_text()) == {
+        "suite": "nano",
+        "seed": HELD_OUT_SEED,
+        "finished": True,
+        "rows": json.loads(out),
+        "manifest": {"checkpoint": "abc"},
+    }
+
+
+def test_an_interruption_keeps_and_shows_the_finished_rows(deepinfer, knowing, tmp_path):
+    knowing()  # an engine that is interrupted in the second skill
+    arguments = ("--limit-skill", "sum_direct", "--limit-skill", "count", "--n", "8")
+    file = tmp_path / "rows.json"
+    code, out, err = deepinfer("eval", *arguments, "--json", "--out", str(file))
+    assert code == 130
+    assert {row["skill"].partition("/")[0] for row in json.loads(out)} == {"sum_direct"}
+    assert err.splitlines()[-1] == "Interrupted. What was finished is kept."
+    kept = json.loads(file.read_text())
+    assert (kept["finished"], kept["rows"]) == (False, json.loads(out))
+    code, out, _ = deepinfer("eval", *arguments, "--quiet")
+    assert code == 130
+    assert out.splitlines()[1].split()[0] == "sum_direct"
+
+
+def test_an_interruption_in_the_first_skill_leaves_nothing_to_show(deepinfer, knowing):
+    knowing()
+    code, out, _ = deepinfer("eval", "--limit-skill", "count", "--n", "8", "--quiet")
+    assert (code, out) == (130, "")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_opened(
+    deepinfer, opened, tmp_path
+):
+    code, _, err = deepinfer("eval", "--out", str(tmp_path))
+    assert code == 2
+    assert f"{tmp_path} cannot be written: it is a folder." in err
+    assert opened == []
 
 
 def test_the_engine_answers_the_suite_the_same_twice(deepinfer, opened):

@@ -1,10 +1,13 @@
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import jax
 import pytest
 
 from deepinfer_jax.errors import NoKernelError
-from deepinfer_jax.ops.device import KINDS, Device, free_bytes
+from deepinfer_jax.ops.device import KINDS, Device, devices, free_bytes
 
 
 @dataclass
@@ -15,7 +18,38 @@ class FakeDevice:
 
 
 def test_the_test_process_runs_on_eight_cpu_devices():
-    assert [Device.of(d).kind for d in jax.devices()] == ["cpu"] * 8
+    assert [Device.of(d).kind for d in devices()] == ["cpu"] * 8
+
+
+def test_a_platform_that_does_not_exist_is_refused_every_time():
+    code = """
+from deepinfer_jax.errors import NoKernelError
+from deepinfer_jax.ops.device import devices
+for _ in range(2):
+    try:
+        devices()
+    except NoKernelError as error:
+        print(error)
+"""
+    environ = os.environ | {"JAX_PLATFORMS": "abacus"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 2, ran.stderr
+    for line in lines:
+        assert line.startswith("JAX can use no device of the platform asked for (abacus). It says:")
+        assert line.endswith(
+            ". Set JAX_PLATFORMS=cpu, or install what JAX needs for that platform."
+        )
+    assert "'abacus' is not in the list of known backends" in lines[0]
+
+
+def test_an_assertion_without_a_text_inside_jax_is_a_refusal_too(monkeypatch):
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", fail)
+    with pytest.raises(NoKernelError, match="It says: no platform was started."):
+        devices()
 
 
 @pytest.mark.parametrize(

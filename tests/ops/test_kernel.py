@@ -36,7 +36,7 @@ def test_a_refusal_names_every_kernel_with_its_reason():
     assert "fast: runs on sm100 only" in error.why
     assert "plain: not batch invariant" in error.why
     assert "steady: runs on cpu, sm90 only" in error.why
-    assert error.do.startswith("Set DEEPINFER_BATCH_INVARIANT=0")
+    assert error.do.startswith("Set engine.batch_invariant=false or DEEPINFER_BATCH_INVARIANT=0, ")
 
 
 def test_without_any_kernel_for_the_device_the_advice_is_another_device():
@@ -53,12 +53,15 @@ def test_a_kernel_asked_for_by_name_is_never_replaced_by_another():
     with pytest.raises(NoKernelError, match="fast: runs on sm100 only") as caught:
         choose(KERNELS, CPU, batch_invariant=False, wanted="fast")
     assert "plain:" not in caught.value.why
-    assert caught.value.do == "Unset DEEPINFER_KERNEL_TWICE, or set it to plain."
+    assert caught.value.do == (
+        "Unset engine.kernels.twice or DEEPINFER_KERNEL_TWICE, or set it to plain."
+    )
 
 
 def test_an_unknown_kernel_name_is_refused_with_the_nearest():
-    with pytest.raises(NoKernelError, match=r"no kernel named 'stedy'.*nearest: steady"):
+    with pytest.raises(NoKernelError, match=r"no kernel named 'stedy'.*nearest: steady") as caught:
         choose(KERNELS, CPU, batch_invariant=False, wanted="stedy")
+    assert caught.value.do.startswith("Set engine.kernels.twice or DEEPINFER_KERNEL_TWICE to one")
 
 
 def test_a_kernel_is_a_static_argument_and_leaves_its_name_in_the_program():

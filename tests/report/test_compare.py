@@ -57,6 +57,18 @@ def test_another_shape_differs_everywhere():
     assert one(np.zeros((0, 3)), np.zeros((0, 3))) == []
 
 
+def test_texts_are_equal_or_differ_by_any_measure():
+    fresh = ["fresh", "verify"]
+    assert one(fresh, fresh) == []
+    assert one(fresh, ["fresh", "fresh"], tolerance=9) == [Row("logits", (2,), 1, INF, (1,))]
+    assert one(["1", "2"], [1.0, 2.0]) == [Row("logits", (2,), 2, INF, (0,))]
+
+
+def test_large_integers_that_round_to_one_float_differ():
+    seeds = np.array([2**63, 7], np.uint64)
+    assert one(seeds, seeds + np.array([1, 0], np.uint64)) == [Row("logits", (2,), 1, 1.0, (0,))]
+
+
 def test_integers_and_booleans_are_compared_as_numbers():
     assert one([True, False], [True, True])[0].differing == 1
     assert one(np.array([-1, 7], np.int32), np.array([-1, 9], np.int64))[0].max_abs == 2

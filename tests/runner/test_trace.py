@@ -2,13 +2,16 @@ import numpy as np
 import pytest
 from golden_network import golden_network, load
 
+from deepinfer_jax.assembly import host_memory
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.report.compare import compare
 from deepinfer_jax.runner.trace import TraceInput, run_trace
 
 VOCAB = 512
 IDS = np.zeros((1, 3), np.int32)
-STREAM, PRE = np.zeros((1, 3, 4, 8)), np.zeros((1, 3, 4))
+STREAM, PRE = np.zeros((1, 3, 4, 128)), np.zeros((1, 3, 4))
+DECODES = ("decode_p3_t24", "decode_p40_t64", "decode_p280_t300")
 
 
 def trace(network, arrays):
@@ -83,19 +86,9 @@ def test_packed_weights_give_the_bits_of_dequantized_ones(golden, short):
 
 
 def test_engram_tables_on_disk_give_the_bits_of_tables_on_the_device(golden, short):
-    from deepinfer_jax.assembly import engram_memory
-    from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
-
     arrays, expected = short
     outside = golden_network(golden, "f32", engram="mmap")
-    token_map = np.load(golden / "engram.npz")["tiny_token_map"]
-    rows = hash_rows(
-        engram_hash(outside.network.config), token_map[arrays["token_ids"][0]], token_map[2]
-    )
-
-    def memory(start, stop):
-        return engram_memory(outside.tables, rows[start:stop], np.dtype(np.float32))
-
+    memory = host_memory(outside, np.load(golden / "engram.npz")["tiny_token_map"])
     given = TraceInput.from_arrays(arrays, VOCAB)
     made = run_trace(outside.params, given, outside.network, outside.mesh, memory)
     assert compare(made, expected) == []
@@ -115,10 +108,6 @@ def test_engram_tables_on_disk_give_the_bits_of_tables_on_the_device(golden, sho
         ({"token_ids": IDS, "prefill_len": np.array([2])}, "prefill_len is int64 of shape [1]"),
         ({"token_ids": IDS, "prefill_len": 1.5}, "prefill_len is float64 of shape []"),
         (
-            {"token_ids": IDS, "L0.stream": np.zeros((1, 2, 4, 8)), "L0.pre_next": PRE},
-            "L0.stream is of shape [1, 2, 4, 8] and L0.pre_next of shape [1, 3, 4], for 3 tokens",
-        ),
-        (
             {"token_ids": IDS, "prefill_len": 2, "L0.stream": STREAM, "L0.pre_next": PRE},
             "The input has residuals of 1 layers and prefill_len 2.",
         ),
@@ -131,13 +120,51 @@ def test_bad_input_is_refused_in_words(arrays, words):
     assert all((caught.value.what, caught.value.why, caught.value.do))
 
 
-def test_an_input_longer_than_the_network_is_refused(f32):
+def test_the_residual_that_leaves_the_last_layer_is_read_and_not_used(golden):
+    arrays = {"token_ids": IDS, "L9.stream": STREAM, "L9.pre_next": PRE}
+    TraceInput.from_arrays(arrays, VOCAB).check(ModelConfig.from_file(golden), 3)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "sentences"),
+    [
+        (
+            {"token_ids": np.zeros((1, 1025), np.int32)},
+            "The input has 1025 tokens; the network was built for 1024 positions. Nothing is "
+            "truncated. Shorten token_ids to 1024, or raise engine.max_model_len.",
+        ),
+        (
+            {"L10.stream": STREAM, "L10.pre_next": PRE},
+            "The input has L10.stream, and the network 10 layers. Its layers are L0 to L9. Leave "
+            "out L10.stream and L10.pre_next.",
+        ),
+        (
+            {"L0.stream": STREAM[..., :8], "L0.pre_next": PRE},
+            "L0.stream is float64 of shape [1, 3, 4, 8]. For 3 tokens this network's is of shape "
+            "[1, 3, 4, 128]. Give floats of that shape.",
+        ),
+        (
+            {"L0.stream": STREAM, "L0.pre_next": PRE[:, :2]},
+            "L0.pre_next is float64 of shape [1, 2, 4]. For 3 tokens this network's is of shape "
+            "[1, 3, 4]. Give floats of that shape.",
+        ),
+        (
+            {"L0.stream": STREAM, "L0.pre_next": np.full(PRE.shape, "a")},
+            "L0.pre_next is <U1 of shape [1, 3, 4]. For 3 tokens this network's is of shape "
+            "[1, 3, 4]. Give floats of that shape.",
+        ),
+    ],
+)
+def test_what_a_network_cannot_run_on_is_refused_in_words(golden, arrays, sentences):
+    given = TraceInput.from_arrays({"token_ids": IDS} | arrays, VOCAB)
     with pytest.raises(RequestError) as caught:
+        given.check(ModelConfig.from_file(golden), 1024)
+    assert str(caught.value) == sentences
+
+
+def test_a_trace_checks_its_input_against_its_network(f32):
+    with pytest.raises(RequestError, match="1025 tokens; the network was built for 1024"):
         trace(f32, {"token_ids": np.zeros((1, 1025), np.int32)})
-    assert str(caught.value) == (
-        "The input has 1025 tokens; the network was built for 1024 positions. Nothing is "
-        "truncated. Shorten token_ids to 1024, or raise engine.max_model_len."
-    )
 
 
 def test_all_selections_of_300_tokens_equal_the_reference(f32, golden_dir):
@@ -145,20 +172,38 @@ def test_all_selections_of_300_tokens_equal_the_reference(f32, golden_dir):
     assert compare(trace(f32, ids_of(expected)), expected, tolerance=1e-4) == []
 
 
-@pytest.mark.parametrize("name", ["p300", "decode_p40_t64", "decode_p280_t300"])
+def identical_share(made, expected):
+    """Of the selections that either side made, the share that both made; -1 is none."""
+    rows = [(x[x >= 0], y[y >= 0]) for x, y in zip(made, expected, strict=True)]
+    both = sum(len(np.intersect1d(x, y)) for x, y in rows)
+    return both / sum(max(len(x), len(y)) for x, y in rows)
+
+
+def test_padding_is_no_selection():
+    assert identical_share(np.array([[3, 5, -1, -1]]), np.array([[3, 6, -1, -1]])) == 0.5
+    assert identical_share(np.array([[3, -1]]), np.array([[3, 4]])) == 0.5
+
+
+@pytest.mark.parametrize("name", ["p300", *DECODES])
 def test_f32qdq_selects_as_the_reference(golden, golden_dir, name):
     expected = load(golden_dir / f"{name}_f32qdq.npz")
     made = trace(golden_network(golden, "f32qdq"), ids_of(expected))
     for layer, share in ((2, 0.95), (4, 0.95), (6, 0.85), (8, 0.85)):
-        rows = zip(made[f"L{layer}.topk"][0], expected[f"L{layer}.topk"][0], strict=True)
-        same = np.mean([len(np.intersect1d(x, y)) / len(np.unique(y)) for x, y in rows])
+        same = identical_share(made[f"L{layer}.topk"][0], expected[f"L{layer}.topk"][0])
         assert same >= share, (layer, same)
     assert np.sqrt(np.mean((made["logits"] - expected["logits"]) ** 2)) < 0.15
 
 
-@pytest.mark.parametrize("name", ["p300", "decode_p40_t64", "decode_p280_t300"])
+@pytest.mark.parametrize("name", ["p300", *DECODES])
 def test_release_is_sane_end_to_end(golden, golden_dir, name):
     made = trace(golden_network(golden, "release"), ids_of(load(golden_dir / f"{name}_f32.npz")))
     reference = load(golden_dir / f"{name}_f32.npz")["logits"]
     agree = np.mean(made["logits"].argmax(-1) == reference.argmax(-1))
     assert agree > 0.65, agree
+
+
+def test_half_a_residual_is_named_and_not_injected():
+    arrays = {"token_ids": IDS, "L7.stream": STREAM, "L3.pre_next": PRE, "L2.stream": STREAM}
+    given = TraceInput.from_arrays(arrays | {"L2.pre_next": PRE, "logits": STREAM}, 512)
+    assert list(given.injected) == [2]
+    assert given.alone == ("L7.stream", "L3.pre_next")

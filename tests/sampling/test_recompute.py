@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.errors import RequestError
-from deepinfer_jax.sampling import processed_logprobs
 from deepinfer_jax.sampling.recompute import recompute, seeded_logits
+from deepinfer_jax.sampling.sampler import processed_logprobs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sampler.npz"
 

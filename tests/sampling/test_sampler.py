@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_jax.sampling import (
+from deepinfer_jax.sampling.philox import split64
+from deepinfer_jax.sampling.sampler import (
     Purpose,
     RowParams,
     gumbel_noise,
@@ -14,7 +15,6 @@ from deepinfer_jax.sampling import (
     sample,
     top_logprobs,
 )
-from deepinfer_jax.sampling.philox import split64
 
 draw = jax.jit(sample)
 law_of = jax.jit(processed_logprobs)

@@ -10,6 +10,7 @@ import deepinfer_jax
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.skills import evaluation
 from deepinfer_jax.skills.conversation import completion
+from deepinfer_jax.skills.engine_facts import FACTS
 from deepinfer_jax.skills.evaluation import (
     BANDS,
     SUITE,
@@ -49,6 +50,15 @@ def test_the_suite_asks_at_least_500_prompts_a_line_with_the_required_accuracies
         "tool_call": 0.90,
         "follow_up": 0.85,
     }
+
+
+def test_every_fact_is_asked_in_four_trained_and_both_held_out_wordings_in_both_modes():
+    for name, wordings in (("facts", 4), ("facts_held_out_wording", 2)):
+        samples = ENTRY[name].samples()
+        asked = {(s.messages[0]["content"], s.thinking) for s in samples}
+        assert len(samples) == len(asked) == 2 * wordings * len(FACTS)
+        assert {s.answer for s in samples} == {answer for _, _, answer in FACTS}
+        assert samples == ENTRY[name].samples(HELD_OUT_SEED + 1)
 
 
 @pytest.mark.parametrize("entry", SUITE, ids=lambda e: e.name)
@@ -151,18 +161,16 @@ def test_evaluate_grades_what_the_engine_returns(tokenizer):
         for entry in suite
         for s in entry.samples(count=10)
     }
-    asked, told = [], []
+    asked = []
 
     def generate(prompts, max_tokens):
         asked.append((len(prompts), max_tokens))
         outputs = [expected[tuple(p)] for p in prompts]
         return [output if i % 2 else output[:-1] for i, output in enumerate(outputs)]
 
-    rows = evaluate(
-        generate, tokenizer, suite, count=10, progress=lambda *event: told.append(event)
-    )
+    rows = evaluate(generate, tokenizer, suite, count=10)
     by_name = {row.skill: row for row in rows}
-    assert asked == [(10, 8), (10, 24)] and told[-1] == ("lookup_city", 2, 2)
+    assert asked == [(10, 8), (10, 24)]
     assert (by_name["count"].n, by_name["count"].accuracy) == (10, 0.5)
     assert by_name["lookup_city"].passed and by_name["lookup_city_any_value"].accuracy == 1.0
     assert [r.n for r in rows if r.skill.startswith("lookup_city/")] == [2] * 5

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text.chat_cases import render_arguments
+from text.chat_cases import render_arguments, special_ranges
 
 from deepinfer_jax.text.chat import render
 from deepinfer_jax.text.events import Answer, ParserOptions, ToolCall, accumulate
@@ -152,7 +152,7 @@ def test_random_conversations_render_and_encode_alike(release: Tokenizer, releas
         theirs = encoding.render_conversation(converted.conversation)
         ours = render(**render_arguments(body))
         assert ours.text == theirs.prompt, body
-        assert list(ours.special_ranges) == theirs.special_ranges, body
+        assert special_ranges(ours) == theirs.special_ranges, body
         assert len(ours.images) == len(theirs.image_sources), body
         stage = converted.parsing_options.thinking_initial_stage
         assert (stage is None) == (ours.parsing.initial_stage is None), body
@@ -266,7 +266,9 @@ def joined(chunks: list[dict[str, Any]]) -> Answer:
                 calls.append([call["function"]["name"], ""])
             calls[call["index"]][1] += call["function"].get("arguments") or ""
         reason = choice.get("finish_reason") or reason
-    return Answer(reasoning, content, tuple(ToolCall(*call) for call in calls), reason)
+    return Answer(
+        reasoning, content, tuple(ToolCall(*call, i) for i, call in enumerate(calls)), reason
+    )
 
 
 def options_and_finish(rng: random.Random) -> tuple[ParserOptions, str]:

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
-from text.chat_cases import cases, render_arguments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text.chat_cases import cases, render_arguments, special_ranges
 
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.text.chat import ImageReference, Rendered, render
@@ -44,11 +46,19 @@ def parsing_of(rendered: Rendered) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", cases("render_chat_completions"), ids=lambda c: c["name"])
+# The golden file has one request with a regular expression, which is refused here.
+RENDERED = [
+    case
+    for case in cases("render_chat_completions")
+    if case["request"].get("response_format", {}).get("type") != "regex"
+]
+
+
+@pytest.mark.parametrize("case", RENDERED, ids=lambda c: c["name"])
 def test_a_golden_request_renders_to_its_prompt(case: dict[str, Any]):
     rendered, wanted = render(**render_arguments(case["request"])), case["expected"]
     assert rendered.text == wanted["prompt"]
-    assert [list(r) for r in rendered.special_ranges] == wanted["special_ranges"]
+    assert [list(r) for r in special_ranges(rendered)] == wanted["special_ranges"]
     images = [(i["ref"], i["detail"], i["path"]) for i in wanted["images"]]
     ours = [(i.url, i.detail, f".messages[{i.message}]") for i in rendered.images]
     assert ours == images
@@ -72,7 +82,7 @@ def test_a_fixture_of_the_checkpoints_own_encoder_renders_to_its_prompt(case: di
 
 def test_golden_requests_have_the_recorded_ids(release: Tokenizer):
     ids = {c["name"]: c["ids"] for c in cases("encode_ids") if c["protocol"] == "chat_completions"}
-    for case in cases("render_chat_completions"):
+    for case in RENDERED:
         pieces = render(**render_arguments(case["request"])).pieces
         assert release.encode_pieces(pieces) == ids[case["name"]], case["name"]
 
@@ -200,7 +210,7 @@ def test_a_task_token_follows_the_header_or_the_message():
         task = None if "task" in message[0] else "action"
         rendered = render(message, task=task)
         assert rendered.text == f"{B}{effort(75)}{U}q{A}<think><｜action｜>"
-        assert rendered.special_ranges[-1][1] == len(rendered.text)
+        assert special_ranges(rendered)[-1][1] == len(rendered.text)
         assert rendered.parsing.initial_stage == "reasoning_start"
     plain = render([user()], thinking=False, task="action")
     assert plain.text == f"{B}{U}q{A}</think><｜action｜>"
@@ -356,7 +366,6 @@ def test_json_object_needs_the_word_json_in_a_message():
         {"type": "json_schema"},
         {"type": "json_schema", "json_schema": {"name": "x"}},
         {"type": "json_schema", "json_schema": {"schema": "{}"}},
-        {"type": "regex"},
     ],
 )
 def test_an_unusable_response_format_is_refused(wrong: Any):
@@ -375,8 +384,93 @@ def test_a_forced_call_clashes_with_thinking_prefix_and_task():
         render([user(task="title")], thinking=False, **forced)
 
 
-def test_special_ranges_cover_exactly_the_special_pieces():
-    rendered = render([user("<think>")], tools=[ADD, SUB])
-    spelled = [rendered.text[a:b] for a, b in rendered.special_ranges]
-    assert spelled == [p.text for p in rendered.pieces if p.special]
-    assert "".join(p.text for p in rendered.pieces) == rendered.text
+def test_a_regular_expression_is_refused_because_nothing_enforces_it():
+    with pytest.raises(RequestError) as caught:
+        render([user()], response_format={"type": "regex", "regex": "a+"})
+    assert str(caught.value) == (
+        "response_format is the regular expression 'a+'. This version does not enforce a grammar, "
+        "and a prompt cannot carry a regex. Leave response_format out, or describe the form in a "
+        "message."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"messages": 5}, "messages is 5. A conversation is a list of messages. Pass a list"),
+        (
+            {"messages": [user(), assistant(tool_calls=5)]},
+            "messages[1].tool_calls is 5. It is a list of calls, each an object with id and",
+        ),
+        (
+            {"messages": [user(task=[])]},
+            "messages[0] carries the task []. The quick-instruction tasks are action, query,",
+        ),
+        ({"task": {}}, "messages[0] carries the task {}. The quick-instruction tasks are"),
+        ({"tools": 5}, "tools is 5. It is a list of function declarations, {'type': 'function'"),
+        ({"tools": {"name": "f"}}, "tools is {'name': 'f'}. It is a list of function"),
+        (
+            {"messages": [{"role": "system", "content": "", "tools": 5}, user()]},
+            "tools is 5. It is a list",
+        ),
+        ({"thinking": "no"}, "thinking is 'no'. It is a switch; how much to think is the effort."),
+    ],
+)
+def test_malformed_json_is_refused(arguments: dict[str, Any], message: str):
+    with pytest.raises(RequestError) as caught:
+        render(**({"messages": [user()]} | arguments))
+    assert message in str(caught.value)
+
+
+def scrambled(value: Any) -> st.SearchStrategy[Any]:
+    """`value` with some of its parts replaced by other JSON, and some keys left out."""
+    if isinstance(value, dict):
+        parts = {key: scrambled(part) for key, part in value.items()}
+        inner = st.fixed_dictionaries({}, optional=parts) | st.fixed_dictionaries(parts)
+    elif isinstance(value, list):
+        inner = st.tuples(*map(scrambled, value)).map(list)
+    else:
+        inner = st.just(value)
+    return st.one_of(inner, inner, inner, JSON)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 101) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+REQUEST = {
+    "messages": [
+        {"role": "system", "content": "json", "tools": [{**ADD}]},
+        {"role": "user", "content": [{"type": "text", "text": "q"}], "name": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call()], "reasoning": "r"},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]},
+        {"role": "assistant", "content": "a", "prefix": True},
+        {"role": "user", "content": "q", "task": "title"},
+    ],
+    "thinking": False,
+    "effort": "high",
+    "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
+    ],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    "task": None,
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(scrambled(REQUEST).filter(lambda r: isinstance(r, dict)), st.data())
+def test_whatever_json_arrives_is_rendered_or_refused(request: dict[str, Any], data: st.DataObject):
+    given_ = {key: value for key, value in request.items() if key in REQUEST}
+    given_.setdefault("messages", data.draw(JSON))
+    if isinstance(given_["messages"], list) and data.draw(st.booleans()):
+        given_["messages"] = given_["messages"][: data.draw(st.integers(0, 7))]
+    try:
+        rendered = render(**given_)
+    except RequestError as error:
+        assert all((error.what, error.why, error.do))
+    else:
+        assert rendered.text

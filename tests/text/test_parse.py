@@ -9,7 +9,7 @@ from text.chat_cases import cases
 
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.text.events import Answer, Event, ParserOptions, ToolCall, accumulate, merge
-from deepinfer_jax.text.parse import OutputParser, parse_ids, parse_text
+from deepinfer_jax.text.parse import OutputParser, parse_ids
 from deepinfer_jax.text.tokenizer import Piece, Tokenizer
 
 TOOLS = ParserOptions(parse_tool_calls=True)
@@ -41,6 +41,10 @@ def run_text(options: ParserOptions, pieces: list[str], finish: str = "stop") ->
     parser = OutputParser(options)
     events = [event for piece in pieces for event in parser.push_text(piece)]
     return events + parser.finish(finish)
+
+
+def parse_text(text: str, options: ParserOptions, finish: str = "stop") -> Answer:
+    return accumulate(run_text(options, [text], finish))
 
 
 @pytest.mark.parametrize("case", cases("stream_text"), ids=lambda c: c["name"])

@@ -144,6 +144,28 @@ def test_a_strict_schema_that_stays_open_is_refused(change: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"required": 5}, "has an object with required 5. It lists the names of the properties"),
+        ({"required": [[]]}, "has an object with required [[]]. It lists the names"),
+        ({"properties": 5}, "The strict tool 'f' has the properties 5. Properties are an object"),
+    ],
+)
+def test_a_strict_schema_of_wrong_types_is_refused(change: dict[str, Any], text: str):
+    with pytest.raises(RequestError) as caught:
+        parse_tools([function(parameters={"type": "object"} | change, strict=True)])
+    assert text in str(caught.value)
+
+
+def test_a_strict_schema_that_is_nested_too_deeply_is_refused():
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(5000):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(RequestError, match="schema of the strict tool 'f' is nested too deeply"):
+        parse_tools([function(parameters=schema, strict=True)])
+
+
+@pytest.mark.parametrize(
     ("tool", "text"),
     [
         ({"type": "web_search"}, "tools[0] is {'type': 'web_search'}."),

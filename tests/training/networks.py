@@ -1,27 +1,31 @@
 """Small networks that the training tests share."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 
-from deepinfer_jax.checkpoint.formats import decode_q4, decode_q8, decode_rows
-from deepinfer_jax.checkpoint.inventory import inventory, scale_name
-from deepinfer_jax.checkpoint.shards import open_checkpoint
+from deepinfer_jax.checkpoint.load import load
 from deepinfer_jax.config import ModelConfig
-
-_DECODE = {"q8": decode_q8, "q4": decode_q4, "engram_table": decode_rows}
+from deepinfer_jax.training.nano_data import NANO
+from deepinfer_jax.training.smoke import smoke_config
 
 
 def tiny_checkpoint(golden: Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     """The golden tiny network and its dequantized backbone, float32 by release name."""
     config = ModelConfig.from_file(golden / "config.json")
-    stored = open_checkpoint(golden / "model_release.safetensors")
-    tensors = {}
-    for name, spec in inventory(config, drafter=False).items():
-        if name not in stored.tensors:
-            continue
-        value = stored.array(name)
-        if spec.kind != "plain":
-            value = _DECODE[spec.kind](name, value, stored.array(scale_name(name)))
-        tensors[name] = value.astype(np.float32)
-    return config, tensors
+    path = golden / "model_release.safetensors"
+    loaded = load(path, config, drafter=False, dtype="float32", digest=False)
+    return config, dict(loaded.tensors)
+
+
+def smoke_folder(folder: Path) -> Path:
+    """A folder with the smoke network's config.json and nano's tokenizer.json."""
+    raw = json.loads((NANO / "config.json").read_text())
+    numbers = smoke_config().digest_dict()
+    raw["text_config"] |= {k: numbers[k] for k in raw["text_config"] if k in numbers}
+    raw["text_config"]["rope_scaling"]["rope_type"] = "yarn"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "tokenizer.json").write_bytes((NANO / "tokenizer.json").read_bytes())
+    return folder

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.training.batches import Feed, Planned, Shape, stacked, synthetic
-from deepinfer_jax.training.nano import smoke_config
 from deepinfer_jax.training.nano_data import Request
+from deepinfer_jax.training.smoke import smoke_config
 from deepinfer_jax.training.steps import data_mesh
 
 SHORT, LONG = Shape(4, 64, 64), Shape(2, 64, 32)

@@ -1,12 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
-from deepinfer_jax.training.engram import hash_on_device, hash_tables, signed_root
+from deepinfer_jax.training.engram import signed_root, table_rows
 
 
 def test_the_device_hash_equals_the_host_hash_of_each_segment_alone(golden):
@@ -15,7 +13,7 @@ def test_the_device_hash_equals_the_host_hash_of_each_segment_alone(golden):
     rng = np.random.default_rng(0)
     ids = rng.integers(0, config.vocab_size, (2, 50)).astype(np.int32)
     segments = np.repeat([[1, 2, 3], [1, 0, 2]], [20, 3, 27], axis=1).astype(np.int32)
-    found = hash_on_device(hash_tables(config, token_map), jnp.asarray(ids), jnp.asarray(segments))
+    found = table_rows(token_map, jnp.asarray(ids), jnp.asarray(segments), config)
     pad = int(token_map[config.engram_pad_token_id])
     for row in range(2):
         for low, high in ((0, 20), (20, 23), (23, 50)):
@@ -27,19 +25,8 @@ def test_the_device_hash_is_the_golden_one(golden):
     config = ModelConfig.from_file(golden / "config.json")
     data = np.load(golden / "training_forward.npz")
     ids = jnp.asarray(data["p300_ids"][None])
-    found = hash_on_device(hash_tables(config, data["token_map"]), ids, jnp.ones_like(ids))
+    found = table_rows(data["token_map"], ids, jnp.ones_like(ids), config)
     np.testing.assert_array_equal(np.asarray(found)[0], data["p300_hash"])
-
-
-def test_a_table_too_large_for_the_device_hash_is_refused(golden):
-    import dataclasses
-
-    config = ModelConfig.from_file(golden / "config.json")
-    large = dataclasses.replace(config, engram_vocab_size=70_000)
-    with pytest.raises(ConfigError) as refusal:
-        hash_tables(large, np.arange(config.vocab_size))
-    assert "32-bit" in refusal.value.what
-    assert "below 65000" in refusal.value.do
 
 
 def test_the_root_is_exact_and_its_slope_is_bounded():

@@ -2,8 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.training.experts import moe, route
-from deepinfer_jax.training.nano import smoke_config
 from deepinfer_jax.training.parameters import initial_values
+from deepinfer_jax.training.smoke import smoke_config
 
 
 def test_the_bias_selects_but_does_not_weigh_and_ties_go_to_the_lower_index():

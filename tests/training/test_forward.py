@@ -5,7 +5,7 @@ import pytest
 from training.networks import tiny_checkpoint
 
 from deepinfer_jax.errors import ConfigError
-from deepinfer_jax.training.engram import hash_on_device, hash_tables
+from deepinfer_jax.training.engram import table_rows
 from deepinfer_jax.training.forward import ForwardOptions, forward
 from deepinfer_jax.training.parameters import from_checkpoint
 
@@ -14,12 +14,11 @@ from deepinfer_jax.training.parameters import from_checkpoint
 def tiny(golden):
     config, tensors = tiny_checkpoint(golden)
     expected = dict(np.load(golden / "training_forward.npz"))
-    tables = hash_tables(config, expected["token_map"])
     weights = {k: jnp.asarray(v) for k, v in from_checkpoint(tensors, config).items()}
 
     def run(ids, segments, options):
         def logits(weights, ids, segments):
-            hashes = hash_on_device(tables, ids, segments)
+            hashes = table_rows(expected["token_map"], ids, segments, config)
             return forward(weights, ids, segments, hashes, config, options).logits
 
         arrays = weights, jnp.asarray(ids[None]), jnp.asarray(segments[None])

@@ -1,20 +1,19 @@
 """Nano's batches: pure in their request, even segments, weights on the assistant's own tokens."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-import deepinfer_jax
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.skills.conversation import conversation
 from deepinfer_jax.skills.families import SKILLS, sample
+from deepinfer_jax.skills.mixture import SHARES
 from deepinfer_jax.skills.sample import HELD_OUT_SEED
 from deepinfer_jax.text import spellings
 from deepinfer_jax.text.tokenizer import Tokenizer
 from deepinfer_jax.training.nano_data import (
     DECODER_ROWS,
     LONG_SHAPE,
+    NANO,
     SHORT_SHAPE,
     Producer,
     Request,
@@ -22,8 +21,6 @@ from deepinfer_jax.training.nano_data import (
     target_weights,
     vocabulary_texts,
 )
-
-NANO = Path(deepinfer_jax.__file__).parent / "models" / "nano"
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +156,13 @@ def test_held_out_seeds_are_refused(tokenizer):
 
 def test_workers_make_the_same_batches_in_order(tokenizer, vocabulary):
     requests = [Request("short", 1, i, 0.0) for i in range(3)]
-    with Producer(NANO, workers=1) as producer:
+    parts = SHARES | {"sum_direct": 0.5}
+    with Producer(NANO, workers=1, parts=parts) as producer:
         made = list(producer.batches(iter(requests), ahead=1))
     assert len(made) == 3
     for request, batch in zip(requests, made, strict=True):
-        assert same(batch, make_batch(request, tokenizer, vocabulary))
+        assert same(batch, make_batch(request, tokenizer, vocabulary, parts))
+    assert not same(made[0], make_batch(requests[0], tokenizer, vocabulary))
 
 
 def test_a_producer_outside_its_block_is_refused():

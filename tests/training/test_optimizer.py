@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.training.nano import smoke_config
 from deepinfer_jax.training.optimizer import groups, learning_rate, start, update
 from deepinfer_jax.training.parameters import initial_values
 from deepinfer_jax.training.settings import TrainingSettings
+from deepinfer_jax.training.smoke import smoke_config
 
 CONFIG = smoke_config()
 SETTINGS = TrainingSettings(steps=100, warmup=1, lr=1e-2, weight_decay=0.0)

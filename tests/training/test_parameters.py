@@ -4,13 +4,13 @@ from training.networks import tiny_checkpoint
 
 from deepinfer_jax.checkpoint.inventory import inventory
 from deepinfer_jax.errors import CheckpointError
-from deepinfer_jax.training.nano import smoke_config
 from deepinfer_jax.training.parameters import (
     from_checkpoint,
     initial_values,
     shapes,
     to_checkpoint,
 )
+from deepinfer_jax.training.smoke import smoke_config
 
 
 def test_a_checkpoint_goes_in_and_comes_out_with_the_text_bias_for_images():

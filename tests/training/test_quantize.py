@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.ops.quant import qdq_fp4
-from deepinfer_jax.training.nano import smoke_config
 from deepinfer_jax.training.parameters import initial_values, specs
 from deepinfer_jax.training.quantize import round_q8, round_weights, straight_through
+from deepinfer_jax.training.smoke import smoke_config
 
 
 def test_weights_are_rounded_to_the_golden_values(golden):
