@@ -27,19 +27,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"ops", "parallel"} | BASE,
     "sampling": {"request", "errors"},
     "text": ASKED | BASE,
+    "protocol": {"text", "files"} | ASKED | {"errors"},
     "checkpoint": {"files"} | BASE,
     "runner": {"model", "sampling", "parallel", "ops", "files"} | BASE,
-    "engine": {"runner", "sampling", "parallel", "text", "ops"} | ASKED | BASE,
+    "engine": {"runner", "sampling", "parallel", "text", "ops", "model", "protocol"} | ASKED | BASE,
     "report": {"runner", "model", "ops", "settings", "env"} | BASE,
     "assembly": {"runner", "model", "parallel", "checkpoint", "report", "ops", "settings"} | BASE,
     "llm": {
         *("assembly", "engine", "runner", "model", "checkpoint", "text", "sampling", "request"),
-        *("settings", "env", "ops", "report", "sampling_params"),
+        *("settings", "env", "ops", "report", "sampling_params", "protocol"),
     }
     | BASE,
     "skills": {"text"} | BASE,
     "training": {"model", "sampling", "checkpoint", "text", "ops", "skills", "files"} | BASE,
-    "bench": {"llm", "assembly", "runner", "report", "settings", "ops"} | ASKED | BASE,
+    "bench": {"llm", "assembly", "engine", "runner", "report", "settings", "ops"} | ASKED | BASE,
 }
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "manager"}
 LINES, KERNEL_LINES = 450, 600

@@ -1,0 +1,122 @@
+"""The sizes for which step programs are compiled, and a plan written into the arrays of one.
+
+A step is padded to the smallest bucket that holds it, so that nothing is compiled after warm-up.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.engine.plan import Limits, Plan
+from deepinfer_jax.runner.layout import STOP_IDS, Bucket, Flag, Part
+
+_SMALLEST_PREFILL = 128
+
+
+def plan_buckets(limits: Limits, keep: int = 0) -> tuple[Bucket, ...]:
+    """All buckets, smallest first.
+
+    Rows are 1, 4, 16, ... up to the slots, then powers of two from 128 (or the next beyond the
+    slots) up to a whole step.
+
+    Args:
+        limits: sizes of the engine.
+        keep: last prompt tokens that the decoder's layers run, 0 for all. Otherwise steps come in
+            a second form, whose decoder rows hold every slot and the end of one prompt.
+    """
+    decode = [1]
+    while decode[-1] < limits.slots:
+        decode.append(min(4 * decode[-1], limits.slots))
+    rows, more = set(decode), _SMALLEST_PREFILL
+    while more < limits.rows:
+        rows |= {more} if more > limits.slots else set()
+        more *= 2
+    rows.add(limits.rows)
+    found = set()
+    for n in rows:
+        parts = min(n, limits.slots)
+        found.add(Bucket(n, n, parts, limits.updates))
+        if keep and parts + keep < n:
+            found.add(Bucket(n, parts + keep, parts, limits.updates))
+    return tuple(sorted(found))
+
+
+def fit(buckets: Sequence[Bucket], rows: int, decoder_rows: int) -> Bucket:
+    """The smallest of `buckets` with so many rows, and so many that the decoder's layers run."""
+    return next(b for b in buckets if b.rows >= rows and b.decoder_rows >= decoder_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How the sequence of each slot draws and stops.
+
+    Attributes:
+        temperature, top_p: float32 [slots].
+        top_k: int32 [slots], -1: off.
+        seed: uint32 [slots, 2], low and high word.
+        stops: int32 [slots, STOP_IDS], token ids that end it; -1: none.
+    """
+
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    seed: np.ndarray
+    stops: np.ndarray
+
+    @classmethod
+    def greedy(cls, slots: int) -> "Draws":
+        """Every slot takes the likeliest token and stops at its limit; the arrays are to be set."""
+        return cls(
+            temperature=np.zeros(slots, np.float32),
+            top_p=np.ones(slots, np.float32),
+            top_k=np.full(slots, -1, np.int32),
+            seed=np.zeros((slots, 2), np.uint32),
+            stops=np.full((slots, STOP_IDS), -1, np.int32),
+        )
+
+
+def pack(
+    plan: Plan,
+    draws: Draws,
+    prompts: Mapping[int, np.ndarray],
+    forced: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The int32 and float32 arrays of a placed plan, laid out as `runner.layout` says.
+
+    Args:
+        plan: with a bucket.
+        draws: of the slots.
+        prompts: slot -> int32, the tokens that a prefill runs; read for prefill parts alone.
+        forced: int32 [slots], the token that this step writes instead of a drawn one, -1: none.
+    """
+    assert plan.bucket is not None, "a plan without rows has no arrays"
+    ints, floats = plan.bucket.empty()
+    ids, parts, stops, updates = plan.bucket.split(ints)
+    slot, run, p = plan.slot, plan.running, len(plan.slot)
+    offset = np.cumsum(plan.count) - plan.count
+    columns: dict[Part, Any] = {
+        Part.SLOT: slot,
+        Part.OFFSET: offset,
+        Part.COUNT: plan.count,
+        Part.START: plan.start,
+        Part.FLAGS: Flag.PROMPT * plan.prefill + Flag.DRAWS * plan.draws,
+        Part.TOP_K: draws.top_k[slot],
+        Part.SEED_LOW: draws.seed[slot, 0].view(np.int32),
+        Part.SEED_HIGH: draws.seed[slot, 1].view(np.int32),
+        Part.LIMIT: run.limit[slot],
+        Part.WRITE_FROM: run.write_from[slot],
+        Part.FLOOR: run.floor[slot],
+        Part.KEEP_FROM: run.keep_from[slot],
+        Part.FORCED: -1 if forced is None else forced[slot],
+    }
+    for column, values in columns.items():
+        parts[:p, column] = values
+    stops[:p] = draws.stops[slot]
+    floats[:p, 0], floats[:p, 1] = draws.temperature[slot], draws.top_p[slot]
+    updates[: len(plan.updates)] = plan.updates
+    for part in np.flatnonzero(plan.prefill):
+        begin, start, count = offset[part], plan.start[part], plan.count[part]
+        ids[begin : begin + count] = prompts[int(slot[part])][start : start + count]
+    return ints, floats
