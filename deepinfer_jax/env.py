@@ -113,7 +113,7 @@ _MISSING = (
         "PREFILL_ANY_ATTEMPT_INTERVAL int",
     ),
     (
-        "the rows of a prefill step, and with them its memory, are set by engine.prefill_chunk",
+        "the rows of a step, and with them its memory, are set by engine.max_num_batched_tokens",
         "PREFILL_MAX_SUM_SEQLEN_K int",
         "INDEX_ATTN_MEMORY_LIMIT int",
     ),

@@ -12,8 +12,8 @@ from deepinfer_jax.errors import ConfigError
 
 # Parameters of `LLM` itself, so that a misspelt one meets its name.
 _OWN = ("model", "tokenizer", "config", "overrides", "progress")
-# The original's name -> the engine field that it sets; None there is the field's default here.
-_RENAMED = {"max_num_batched_tokens": "prefill_chunk"}
+# The original's keyword whose None means its default.
+_NONE_IS_DEFAULT = "max_num_batched_tokens"
 
 
 class Settled(NamedTuple):
@@ -60,8 +60,8 @@ SETTLED: Mapping[str, Settled] = {
     ),
     "chunked_prefill": Settled(
         (True,),
-        "A prompt longer than prefill_chunk is always read in chunks.",
-        "Leave it out, and set prefill_chunk to the longest prompt that shall be read whole.",
+        "A prompt longer than max_num_batched_tokens is always read in chunks.",
+        "Leave it out, or set max_num_batched_tokens to the longest prompt that is to stay whole.",
     ),
     # A sequence keeps its slot to the end, so nothing is preempted and either is true.
     "stop_preempted_request": Settled((False, True), "No sequence is ever preempted."),
@@ -95,11 +95,11 @@ def translate(keywords: Mapping[str, Any], fields: Collection[str]) -> dict[str,
         fields: names of the engine's fields.
 
     Raises:
-        ConfigError: an unknown name, a value that cannot be honoured, or a field set twice.
+        ConfigError: an unknown name, or a value that cannot be honoured.
     """
-    unknown = [name for name in keywords if name not in (*fields, *_RENAMED, *SETTLED)]
+    unknown = [name for name in keywords if name not in (*fields, *SETTLED)]
     if unknown:
-        legal = [*fields, *_RENAMED, *SETTLED, *_OWN]
+        legal = [*fields, *SETTLED, *_OWN]
         near = difflib.get_close_matches(unknown[0], legal, 1)
         raise ConfigError(
             f"LLM was given {len(unknown)} unknown keywords: {', '.join(unknown)}.",
@@ -110,15 +110,8 @@ def translate(keywords: Mapping[str, Any], fields: Collection[str]) -> dict[str,
     for name, value in keywords.items():
         if name in SETTLED:
             _check(name, value)
-        elif name in fields or value is not None:
-            field = _RENAMED.get(name, name)
-            if name != field and field in keywords:
-                raise ConfigError(
-                    f"LLM was given {field}={keywords[field]!r} and {name}={value!r}.",
-                    f"Both set engine.{field}, and either could be meant.",
-                    "Leave one of them out.",
-                )
-            values[field] = value
+        elif name != _NONE_IS_DEFAULT or value is not None:
+            values[name] = value
     return values
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 
@@ -13,14 +13,18 @@ from deepinfer_jax import settings
 from deepinfer_jax.assembly import assemble, host_memory
 from deepinfer_jax.checkpoint.hub import resolve_model
 from deepinfer_jax.engine.admission import Admission, Request
-from deepinfer_jax.engine.engine import Engine, Limits, Meter
+from deepinfer_jax.engine.engine import Engine, Meter
+from deepinfer_jax.engine.plan import Limits
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.errors import ConfigError, DeepInferError
+from deepinfer_jax.model.cache import pages_of
 from deepinfer_jax.ops.device import devices, free_bytes
+from deepinfer_jax.protocol.ask import Ask
 from deepinfer_jax.report.manifest import manifest
 from deepinfer_jax.report.plan import MemoryPlan
 from deepinfer_jax.request import RequestOutput
 from deepinfer_jax.runner.compile import keep_compiled
+from deepinfer_jax.runner.step import StepOptions
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.text.compressed_ids import check_compressed_map, compressed_token_map
 from deepinfer_jax.text.options import ChatOptions, check_options
@@ -104,9 +108,11 @@ class LLM:
             net.network,
             net.params,
             net.mesh,
-            limits=Limits(asked.max_num_seqs, net.positions, asked.prefill_chunk),
-            draw=asked.sampler,
-            logprobs=asked.logprobs_mode,
+            limits=_limits(asked, net.positions),
+            options=StepOptions(
+                draw=cast(Any, asked.sampler), logprobs=cast(Any, asked.logprobs_mode)
+            ),
+            overlap=asked.overlap,
             memory=host_memory(net, token_map) if net.tables else None,
             report=report,
             kept=kept,
@@ -162,6 +168,21 @@ class LLM:
         for _ in self._run(requests, tell):
             pass
         return [self._shown(request) for request in requests]
+
+    def answer(self, asks: Iterable[Ask]) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield (place among the asks, finished output) as they finish, each place once.
+
+        For protocols: an ask is a prompt or a conversation with its own parameters. One that
+        cannot run has `.error` and does not stop the others.
+        """
+        requests = self._admission.asks(asks)
+        for place, request in enumerate(requests):
+            if request.error is not None:
+                yield place, self._shown(request)
+        for stepped in self._run(requests, None):
+            for request, _ in stepped:
+                if all(s.finished for s in request.samples):
+                    yield int(request.request_id), self._shown(request)
 
     def stream(
         self,
@@ -289,6 +310,19 @@ class LLM:
             revision=self._revision,
             tokenizer=self.tokenizer.digest,
         )
+
+
+def _limits(asked: settings.EngineConfig, positions: int) -> Limits:
+    """The engine's sizes for sequences of at most `positions` tokens."""
+    slots, longest = asked.max_num_seqs, pages_of(positions)
+    return Limits(
+        slots=slots,
+        rows=max(asked.max_num_batched_tokens, slots + 1),
+        pages=1 + slots * longest if asked.pages is None else 1 + asked.pages,
+        max_model_len=positions,
+        table_pages=longest,
+        updates=slots + 1 + longest,
+    )
 
 
 def _located(

@@ -36,9 +36,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "sampler": ("stable", "original"),
     "logprobs_mode": ("raw", "processed"),
 }
-_COUNTS = frozenset({"max_model_len", "max_num_seqs", "prefill_chunk"})
+_SWITCHES = frozenset({"batch_invariant", "overlap"})
+_COUNTS = frozenset({"max_model_len", "max_num_seqs", "max_num_batched_tokens", "pages"})
 # These fields take "auto" in a file or in --set, which leaves the choice to the engine.
-_OPTIONAL = frozenset({"arithmetic", "max_model_len", "compile_cache_dir"})
+_OPTIONAL = frozenset({"arithmetic", "max_model_len", "pages", "compile_cache_dir"})
 # Where a model lies and where compiled programs are kept cannot change a result and differ between
 # machines; the network is in the digest, and the weights have their own.
 _OUTSIDE_DIGEST = frozenset({"model", "compile_cache_dir"})
@@ -58,7 +59,10 @@ class EngineConfig:
         max_model_len: longest prompt plus output in tokens; None means the model's limit or what
             memory holds, whichever is smaller.
         max_num_seqs: sequences that run at the same time.
-        prefill_chunk: prompt rows of one step.
+        max_num_batched_tokens: rows of one step, of prompts and of running sequences together.
+        pages: pages of 128 positions that the cache holds; None gives every sequence the pages of
+            the longest one. With fewer, sequences wait for pages, or give them up and run again.
+        overlap: a step is launched before the results of the one before it are read.
         sampler: "stable" draws or the "original" engine's.
         logprobs_mode: "raw" (temperature 1, unfiltered) or "processed".
         batch_invariant: the bits of a row never depend on the other rows of its batch.
@@ -72,7 +76,9 @@ class EngineConfig:
     engram: str = "device"
     max_model_len: int | None = None
     max_num_seqs: int = 16
-    prefill_chunk: int = 512
+    max_num_batched_tokens: int = 512
+    pages: int | None = None
+    overlap: bool = True
     sampler: str = "stable"
     logprobs_mode: str = "raw"
     batch_invariant: bool = False
@@ -259,7 +265,7 @@ def _checked(key: str, value: Any, source: str) -> Any:
     elif key in _COUNTS:
         legal = isinstance(value, int) and not isinstance(value, bool) and value > 0
         wanted = "a positive integer"
-    elif key == "batch_invariant":
+    elif key in _SWITCHES:
         legal, wanted = isinstance(value, bool), "true or false"
     else:
         value = str(value) if isinstance(value, Path) else value

@@ -63,7 +63,7 @@ def write_short_model(
 
 def open_llm(folder: Path, compiled: Path, **engine: Any) -> LLM:
     """The engine of all these tests: 4 slots, prompts in chunks of 64."""
-    sizes = {"max_num_seqs": SLOTS, "prefill_chunk": CHUNK, "compile_cache_dir": compiled}
+    sizes = {"max_num_seqs": SLOTS, "max_num_batched_tokens": CHUNK, "compile_cache_dir": compiled}
     return LLM(folder, **(sizes | engine))
 
 

@@ -45,13 +45,17 @@ def test_engine_fields_pass_and_the_original_s_names_are_translated():
         "engram": "mmap",
     }
     assert engine_fields(given) == {
-        "prefill_chunk": 64,
+        "max_num_batched_tokens": 64,
         "max_num_seqs": 2,
         "max_model_len": 128,
         "engram": "mmap",
     }
     engine = load(explicit=engine_fields(given)).engine
-    assert (engine.prefill_chunk, engine.max_num_seqs, engine.max_model_len) == (64, 2, 128)
+    assert (engine.max_num_batched_tokens, engine.max_num_seqs, engine.max_model_len) == (
+        64,
+        2,
+        128,
+    )
     assert given["max_num_batched_tokens"] == 64
 
 
@@ -64,13 +68,6 @@ def test_none_leaves_the_prompt_rows_of_a_step_to_the_engine():
     assert engine_fields({"max_num_batched_tokens": None, "max_model_len": None}) == {
         "max_model_len": None
     }
-
-
-def test_one_field_under_two_names_is_refused():
-    assert refusal(prefill_chunk=32, max_num_batched_tokens=64) == (
-        "LLM was given prefill_chunk=32 and max_num_batched_tokens=64. Both set "
-        "engine.prefill_chunk, and either could be meant. Leave one of them out."
-    )
 
 
 @pytest.mark.parametrize(

@@ -192,12 +192,15 @@ def test_a_config_that_cannot_be_read_is_refused(write, monkeypatch):
 
 
 def test_a_config_extends_another_by_one_level(write):
-    write('[engine]\nmax_num_seqs = 2\nprefill_chunk = 32\n[engine.kernels]\nmhc = "xla"\n', "base")
+    write(
+        '[engine]\nmax_num_seqs = 2\nmax_num_batched_tokens = 32\n[engine.kernels]\nmhc = "xla"\n',
+        "base",
+    )
     child = write(
         'extends = "base"\n[engine]\nmax_num_seqs = 5\n[engine.kernels]\ntopk = "xla"\n', "child"
     )
     engine = load(child).engine
-    assert (engine.max_num_seqs, engine.prefill_chunk) == (5, 32)
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (5, 32)
     assert engine.kernels == (("mhc", "xla"), ("topk", "xla"))
     grandchild = write('extends = "child"\n', "grandchild")
     with pytest.raises(ConfigError, match="extends child, which extends base"):
@@ -306,7 +309,8 @@ def test_auto_leaves_the_choice_to_the_engine():
 
 def test_the_digest_is_of_the_resolved_values(write):
     path = write(
-        'extends = "tiny"\n[engine]\nmodel = "nano"\nmax_num_seqs = 7\nprefill_chunk = 512\n'
+        'extends = "tiny"\n[engine]\nmodel = "nano"\nmax_num_seqs = 7\n'
+        "max_num_batched_tokens = 512\n"
     )
     by_file = load(path)
     by_line = load("nano", ["engine.max_num_seqs=7"])

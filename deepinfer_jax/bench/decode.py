@@ -75,7 +75,7 @@ def measure(llm: LLM, batch: int, tokens: int) -> dict[str, float]:
         finished(llm.generate(["hello"] * batch, params))
         after = llm.meter
         spent = after.decode_s - before.decode_s
-        waited = after.decode_device_s - before.decode_device_s
+        waited = after.decode_wait_s - before.decode_wait_s
         steps.append(spent / (tokens - 1))
         shares.append(1 - waited / spent)
     step = statistics.median(steps)

@@ -12,6 +12,7 @@ import numpy as np
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.errors import DeepInferError, RequestError
+from deepinfer_jax.protocol.ask import Ask
 from deepinfer_jax.request import CompletionOutput, RequestOutput
 from deepinfer_jax.sampling_params import SamplingParams, draw_seed, sample_seed
 from deepinfer_jax.text.chat import render
@@ -113,8 +114,23 @@ class Admission:
             for number, (conversation, p) in enumerate(zip(conversations, chosen, strict=True))
         ]
 
+    def asks(self, asks: Iterable[Ask]) -> list[Request]:
+        """Requests of a protocol's asks, in order; each is called by its own name in errors."""
+        requests = []
+        for number, ask in enumerate(asks):
+            label = ask.name or f"{number}"
+            if ask.messages is not None:
+                encode = self._chat_encoder(label, ask.messages, ask.options)
+            else:
+                text = ask.prompt if isinstance(ask.prompt, str) else None
+                encode = self._plain_encoder(
+                    label, text, None if text is not None else ask.prompt, None
+                )
+            requests.append(self._admit(number, None, ask.params, encode, label, ask.fitted))
+        return requests
+
     def _plain_encoder(
-        self, number: int, text: str | None, ids: Any, image: Any
+        self, number: int | str, text: str | None, ids: Any, image: Any
     ) -> Callable[[], Encoded]:
         def encode() -> Encoded:
             if image:
@@ -130,7 +146,7 @@ class Admission:
         return encode
 
     def _chat_encoder(
-        self, number: int, conversation: Sequence[Any], options: Mapping[str, Any]
+        self, number: int | str, conversation: Sequence[Any], options: Mapping[str, Any]
     ) -> Callable[[], Encoded]:
         def encode() -> Encoded:
             rendered = render(conversation, **options)
@@ -145,13 +161,22 @@ class Admission:
         return encode
 
     def _admit(
-        self, number: int, text: str | None, params: SamplingParams, encode: Callable[[], Encoded]
+        self,
+        number: int,
+        text: str | None,
+        params: SamplingParams,
+        encode: Callable[[], Encoded],
+        label: str = "",
+        fitted: Callable[[int, int], SamplingParams] | None = None,
     ) -> Request:
+        """A request; `label` is what errors call it, `fitted` sees its length before its checks."""
         request = Request(f"{number}", text)
         try:
             ids, answer = encode()
             request.ids = tuple(ids)
-            self._check(number, request.ids, params)
+            if fitted is not None:
+                params = fitted(len(ids), self.limit)
+            self._check(label or number, request.ids, params)
             seed = draw_seed() if params.seq_seed is None else params.seq_seed
             request.samples = [
                 Sample(
@@ -168,7 +193,7 @@ class Admission:
             request.error = error
         return request
 
-    def _check(self, number: int, ids: tuple[int, ...], params: SamplingParams) -> None:
+    def _check(self, number: int | str, ids: tuple[int, ...], params: SamplingParams) -> None:
         vocab, limit = self.config.vocab_size, self.limit
         if not ids:
             raise RequestError(
@@ -209,7 +234,7 @@ class Admission:
         _check_known(number, "forces", "golden_token_ids", params.golden_token_ids or (), vocab)
 
 
-def _as_ids(number: int, ids: Any) -> list[int]:
+def _as_ids(number: int | str, ids: Any) -> list[int]:
     try:
         array = np.asarray(ids)
         kind = f"type {array.dtype} and shape {list(array.shape)}"
@@ -302,7 +327,7 @@ def _holds_something(item: Any) -> bool:
     return any(v is not None and not (isinstance(v, list | tuple) and not v) for v in values)
 
 
-def _check_known(number: int, verb: str, name: str, ids: Sequence[int], vocab: int) -> None:
+def _check_known(number: int | str, verb: str, name: str, ids: Sequence[int], vocab: int) -> None:
     wrong = next((i for i in ids if not 0 <= i < vocab), None)
     if wrong is not None:
         raise RequestError(
@@ -312,7 +337,7 @@ def _check_known(number: int, verb: str, name: str, ids: Sequence[int], vocab: i
         )
 
 
-def _no_images(number: int) -> RequestError:
+def _no_images(number: int | str) -> RequestError:
     return RequestError(
         f"Request {number} holds an image.",
         "The vision tower is not part of this version, and an image is never skipped.",
@@ -320,7 +345,7 @@ def _no_images(number: int) -> RequestError:
     )
 
 
-def _later(number: int, name: str, what: str) -> RequestError:
+def _later(number: int | str, name: str, what: str) -> RequestError:
     return RequestError(
         f"Request {number} sets {name}.",
         f"This version does not compute {what}, and an argument is never ignored.",

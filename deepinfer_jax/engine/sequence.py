@@ -1,15 +1,11 @@
 """One sample of a request while it lives: its tokens, its text, and when it ends."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from deepinfer_jax.errors import DeepInferError
+from deepinfer_jax.errors import DeepInferError, RequestError
 from deepinfer_jax.request import CompletionOutput, FinishReason, TokenLogprobs
-from deepinfer_jax.sampling.philox import split64
-from deepinfer_jax.sampling.sampler import RowParams
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.text.events import Answer
 from deepinfer_jax.text.output import OutputText
@@ -55,18 +51,15 @@ class Sequence:
         """No token will follow."""
         return self.finish_reason is not None
 
-    @property
-    def last(self) -> int:
-        """The newest token."""
-        return self.output[-1] if self.output else int(self.prompt[-1])
+    def forced(self, index: int) -> int:
+        """The token that teacher forcing puts at an index of the output, or -1."""
+        golden = self.params.golden_token_ids or ()
+        return golden[index] if index < len(golden) else -1
 
     @property
-    def forced(self) -> int | None:
-        """The token that teacher forcing puts next, or None."""
-        golden = self.params.golden_token_ids
-        if golden is None or len(self.output) >= len(golden):
-            return None
-        return golden[len(self.output)]
+    def tokens(self) -> np.ndarray:
+        """Prompt and output, int32."""
+        return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
 
     def append(self, token: int, *, eos: int, limit: int) -> None:
         """Take the next token and decide whether it is the last.
@@ -100,6 +93,16 @@ class Sequence:
         called = reason == "stop" and stop is None and self.text.whole().tool_calls
         self.finish_reason = "tool_calls" if called else reason
         self.stop_reason = stop
+
+    def interrupt(self, reason: str) -> None:
+        """End the sequence with what it has: its caller has gone, or its time is over."""
+        if reason == "deadline":
+            self.error = RequestError(
+                f"The deadline passed after {len(self.output)} tokens.",
+                "The request was to end by then, whatever had been produced.",
+                "Give it more time, or lower max_tokens.",
+            )
+        self.finish("abort")
 
     def fail(self, error: DeepInferError) -> None:
         """End the sequence because of `error`."""
@@ -138,23 +141,3 @@ class Sequence:
             reasoning=said.reasoning if self.text.thinks else None,
             tool_calls=said.tool_calls,
         )
-
-
-def pack_draw(drawn: Iterable[Sequence], rows: int) -> RowParams:
-    """How each sequence's next token is drawn, as NumPy arrays padded with greedy rows.
-
-    A token's position is the sequence's length before it.
-    """
-    sequences = list(drawn)
-    params, pad = [s.params for s in sequences], rows - len(sequences)
-
-    def column(values: list[Any], rest: Any, dtype: Any) -> Any:
-        return np.asarray(values + [rest] * pad, dtype)
-
-    return RowParams(
-        temperature=column([p.temperature for p in params], 0.0, np.float32),
-        top_p=column([p.top_p for p in params], 1.0, np.float32),
-        top_k=column([p.top_k for p in params], -1, np.int32),
-        seed=column([split64(s.seed) for s in sequences], split64(0), np.uint32),
-        position=column([s.length for s in sequences], 0, np.int32),
-    )

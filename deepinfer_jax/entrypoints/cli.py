@@ -26,6 +26,7 @@ from deepinfer_jax.report.versions import version_of
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate", "Continue prompts, or answer them with --chat."),
     "chat": ("chat", "Talk with the model, or answer given messages in sequence."),
+    "batch": ("batch", "Answer a file of OpenAI batch requests, resumable."),
     "eval": ("eval", "Grade the model on held-out prompts, skill by skill."),
     "demo": ("demo", "Three prompts on nano, streamed, and what they took."),
     "trace": ("trace", "Write a forward's arrays, compare two traces, or redo sampler rows."),

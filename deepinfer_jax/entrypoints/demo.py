@@ -54,7 +54,7 @@ def command(
     with Live(quiet) as live:
         # One small prompt program instead of two: the first start spends its time compiling.
         llm = open_engine(
-            live, model=model, config=config, overrides=overrides, prefill_chunk=_CHUNK
+            live, model=model, config=config, overrides=overrides, max_num_batched_tokens=_CHUNK
         )
         shown = prompts()
         live.doing("compiling")

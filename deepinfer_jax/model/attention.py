@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from deepinfer_jax.config import LayerPlan, ModelConfig
 from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.cache import Rows, SourceCache
-from deepinfer_jax.model.compressor import Compressed, compress
 from deepinfer_jax.model.indexer import Selection, select
 from deepinfer_jax.model.layers import rms_norm, rotate
 from deepinfer_jax.model.params import Layer
@@ -33,6 +32,11 @@ class Shared:
     entries: jax.Array | None = None
     candidates: jax.Array | None = None
 
+    def kept(self, index: jax.Array) -> "Shared":
+        """The same for the rows `index` int32 [m] alone."""
+        entries, candidates = jax.tree.map(lambda x: x[index], (self.entries, self.candidates))
+        return Shared(self.source, entries, candidates)
+
 
 @flax.struct.dataclass
 class AttentionOut:
@@ -48,32 +52,47 @@ class AttentionOut:
     shared: Shared
     window_kv: jax.Array
     heads: jax.Array
-    compressed: Compressed | None
     selection: Selection | None
 
 
-def window_keys(kv: jax.Array, ring: jax.Array, rows: Rows, window: int) -> Keys:
+@flax.struct.dataclass
+class Whole:
+    """All rows of a step, for a layer of which only some go on but whose window keys all stay.
+
+    Attributes:
+        x: [n, d], the attention input of all rows; rows: those rows.
+        index: int32 [m], places of the rows that go on; None for all.
+    """
+
+    x: jax.Array
+    rows: Rows
+    index: jax.Array | None
+
+
+def window_keys(
+    kv: jax.Array, ring: jax.Array, rows: Rows, window: int, index: jax.Array | None = None
+) -> Keys:
     """The last `window` positions of every row, its own included.
 
     Rows of this step are taken from `kv` [n, k], earlier ones from `ring` [slots, r, k] as it was
-    before the step: a chunk may be longer than the ring.
+    before the step: a chunk may be longer than the ring. `index` int32 [m] are the places in `kv`
+    of rows that are only a part of it.
     """
     n, size = kv.shape[0], ring.shape[1]
-    position, in_step, row = rows.back(jnp.arange(window, dtype=jnp.int32))
+    position, in_step, row = rows.back(jnp.arange(window, dtype=jnp.int32), index)
     stored = n + rows.slot[:, None] * size + position % size
     return Keys(
         pool=jnp.concatenate([kv, ring.reshape(-1, ring.shape[-1])]),
         at=jnp.where(in_step, row, stored),
-        visible=position >= 0,
+        visible=position >= jnp.maximum(rows.floor, 0)[:, None],
     )
 
 
-def entry_keys(source: SourceCache, entries: jax.Array, rows: Rows) -> Keys:
-    """The selected entries of every row."""
-    slots, m, k = source.entries.shape
+def entry_keys(source: SourceCache, table: jax.Array, entries: jax.Array, rows: Rows) -> Keys:
+    """The selected entries of every row; `table` int32 [slots, pages]."""
     return Keys(
-        pool=source.entries.reshape(slots * m, k),
-        at=rows.slot[:, None] * m + jnp.maximum(entries, 0),
+        pool=source.entries.reshape(-1, source.entries.shape[-1]),
+        at=source.flat(table, rows.slot[:, None], jnp.maximum(entries, 0)),
         visible=entries >= 0,
     )
 
@@ -83,8 +102,10 @@ def attention(
     params: Layer,
     rows: Rows,
     ring: jax.Array,
+    table: jax.Array,
     shared: Shared,
     rope: jax.Array,
+    whole: Whole | None = None,
     *,
     plan: LayerPlan,
     config: ModelConfig,
@@ -95,7 +116,9 @@ def attention(
 
     Args:
         ring: [slots, r, k], this layer's window cache as it was before the step.
+        table: int32 [slots, pages], the sequences' page tables.
         rope: float32 [positions, 2, rope/2], this kind of layer's table.
+        whole: all rows of the step, when x is a part of them and all leave window keys.
     """
     p, eps, n = params.attn, config.rms_norm_eps, x.shape[0]
     quantize = arithmetic.quantize_inputs
@@ -103,26 +126,15 @@ def attention(
     q_rank = rms_norm(ops.linear(x, p.wq_a, quantize=quantize), p.q_norm, eps)
     q = ops.linear(q_rank, p.wq_b, quantize=quantize)
     q = rotate(q.reshape(n, config.num_attention_heads, config.head_dim), angles)
-    kv = rotate(rms_norm(ops.linear(x, p.wkv, quantize=quantize), p.kv_norm, eps), angles)
+    near = x, rows
+    if whole is not None:
+        near = whole.x, whole.rows
+    kv = rms_norm(ops.linear(near[0], p.wkv, quantize=quantize), p.kv_norm, eps)
+    kv = rotate(kv, rope[near[1].position])
     if arithmetic.quantize_caches:
         kv = qdq_fp8(kv)
 
-    compressed = selection = None
-    common = {"config": config, "arithmetic": arithmetic, "ops": ops}
-    if plan.owns_kv:
-        assert params.compressor is not None and params.indexer is not None
-        assert shared.source is not None
-        compressed, source = compress(
-            x,
-            params.compressor,
-            params.indexer,
-            rows,
-            shared.source,
-            rope,
-            ratio=plan.ratio,
-            **common,
-        )
-        shared = replace(shared, source=source)
+    selection = None
     if plan.owns_index:
         assert params.indexer is not None and shared.source is not None
         selection = select(
@@ -131,18 +143,27 @@ def attention(
             params.indexer,
             rows,
             shared.source.index_keys,
+            table,
             angles,
             shared.candidates,
             plan=plan,
-            **common,
+            config=config,
+            arithmetic=arithmetic,
+            ops=ops,
         )
         shared = replace(shared, entries=selection.entries, candidates=selection.candidates)
 
-    window = window_keys(kv, ring, rows, config.sliding_window)
+    if whole is None:
+        window = window_keys(kv, ring, rows, config.sliding_window)
+    else:
+        seen = whole.rows
+        if whole.index is not None:
+            seen = jax.tree.map(lambda r: r[whole.index], seen)
+        window = window_keys(kv, ring, seen, config.sliding_window, whole.index)
     entries = None
     if plan.ratio:
         assert shared.source is not None and shared.entries is not None
-        entries = entry_keys(shared.source, shared.entries, rows)
+        entries = entry_keys(shared.source, table, shared.entries, rows)
     heads = ops.sparse_mla(q, window, entries, p.sink, scale=config.head_dim**-0.5)
     heads = rotate(heads, angles, inverse=True)
     grouped = heads.reshape(n, config.o_groups, -1)
@@ -151,4 +172,4 @@ def attention(
         "ngi,gri->ngr", grouped, wo_a, precision="highest", preferred_element_type=jnp.float32
     )
     out = ops.linear(low.astype(x.dtype).reshape(n, -1), p.wo_b, quantize=quantize)
-    return AttentionOut(out, shared, kv, heads, compressed, selection)
+    return AttentionOut(out, shared, kv, heads, selection)

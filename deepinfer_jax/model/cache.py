@@ -1,17 +1,21 @@
 """What a step reads and writes between tokens: the rows of a step and the caches they address.
 
 Every cache is addressed by absolute position, so that undoing a token means forgetting its length
-and nothing else (model specification, "Speculation and rollback").
+and nothing else (model specification, "Speculation and rollback"). What grows with a sequence lies
+in pages of `PAGE` positions, found through its page table; what does not grow lies in its slot.
 """
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.arithmetic import Arithmetic
 
 BACKTRACK = 6  # positions a ring keeps beyond its window, so that rejected drafts can be undone
+PAGE = 128  # positions of one page; even, so that no group of a compressor straddles two pages
+_NOWHERE = jnp.iinfo(jnp.int32).max  # an index that a scatter drops
 
 
 @flax.struct.dataclass
@@ -26,6 +30,9 @@ class Rows:
         slot: the sequence's place in the caches.
         start: position of the slot's first row in this step.
         stop: one past the position of the slot's last row in this step.
+        floor: lowest position whose window key a row may see. A row below its own floor sees no
+            window key and leaves none.
+        write_from: entries that close below this position are read-only: they came with a prefix.
     """
 
     ids: jax.Array
@@ -33,21 +40,28 @@ class Rows:
     slot: jax.Array
     start: jax.Array
     stop: jax.Array
+    floor: jax.Array
+    write_from: jax.Array
 
     @property
     def valid(self) -> jax.Array:
         """Rows that are not padding, bool [n]."""
         return self.position >= 0
 
-    def back(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def back(
+        self, steps: jax.Array, index: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What lies `steps` int32 [c] positions before each row.
 
         Returns the position, whether it is a row of this step, and that row's index (0 where it is
-        not), each [n, c].
+        not), each [n, c]. `index` int32 [n] are the places of these rows among the step's, when
+        they are a part of them.
         """
         position = self.position[:, None] - steps
         in_step = position >= self.start[:, None]
-        row = jnp.arange(self.ids.shape[0], dtype=jnp.int32)[:, None] - steps
+        if index is None:
+            index = jnp.arange(self.ids.shape[0], dtype=jnp.int32)
+        row = index[:, None] - steps
         return position, in_step, jnp.where(in_step, row, 0)
 
     def writable(self, ring: int) -> jax.Array:
@@ -56,8 +70,8 @@ class Rows:
         Of a chunk longer than the ring only the last rows are written, so that no two rows of a
         step meet in one place.
         """
-        keep = self.valid & (self.position >= self.stop - ring)
-        return jnp.where(keep, self.slot, jnp.iinfo(jnp.int32).max)
+        keep = self.valid & (self.position >= jnp.maximum(self.stop - ring, self.floor))
+        return jnp.where(keep, self.slot, _NOWHERE)
 
 
 @flax.struct.dataclass
@@ -65,14 +79,29 @@ class SourceCache:
     """Compressed KV of one kv source.
 
     Attributes:
-        entries: [slots, m, k], after RoPE.
-        index_keys: [slots, m, index k], after RoPE.
+        entries: [pages, PAGE / ratio, k], after RoPE.
+        index_keys: [pages, PAGE / ratio, index k], after RoPE.
         raw: float32 [slots, ring, 2 k], (u, g) rows of a ratio-2 compressor; None at ratio 1.
     """
 
     entries: jax.Array
     index_keys: jax.Array
     raw: jax.Array | None
+
+    def flat(self, table: jax.Array, slot: jax.Array, entry: jax.Array) -> jax.Array:
+        """Row of entry `entry` of sequence `slot` in the flattened pages; int32, any one shape."""
+        per_page = self.entries.shape[1]
+        return table[slot, entry // per_page] * per_page + entry % per_page
+
+    def closing(self, table: jax.Array, rows: Rows, ratio: int) -> tuple[jax.Array, jax.Array]:
+        """(page, place in it) int32 [n] of the entries that close in this step.
+
+        The page of a row that closes none, or one that is read-only, is an impossible one.
+        """
+        closes = rows.valid & (rows.position % ratio == ratio - 1)
+        closes &= rows.position >= rows.write_from
+        page = table[rows.slot, rows.position // PAGE]
+        return jnp.where(closes, page, _NOWHERE), rows.position % PAGE // ratio
 
 
 @flax.struct.dataclass
@@ -81,28 +110,50 @@ class Cache:
 
     Attributes:
         window: [layers, slots, ring, k], after RoPE; ring = window + BACKTRACK.
-        sources: one per kv source, in order.
+        sources: one per kv source, in order; a page has the same number in all of them.
         history: int32 [slots, ring], compressed token ids; -1 for a token of an image span.
+        table: int32 [slots, pages of the longest sequence], page numbers; 0 where none is given.
     """
 
     window: jax.Array
     sources: tuple[SourceCache, ...]
     history: jax.Array
+    table: jax.Array
 
 
-def init_cache(config: ModelConfig, arithmetic: Arithmetic, *, slots: int, positions: int) -> Cache:
-    """Zeroed caches for `slots` sequences of at most `positions` tokens each."""
+def pages_of(positions: int) -> int:
+    """Pages that a sequence of so many positions fills."""
+    return -(-positions // PAGE)
+
+
+def init_cache(
+    config: ModelConfig,
+    arithmetic: Arithmetic,
+    *,
+    slots: int,
+    positions: int,
+    pages: int | None = None,
+) -> Cache:
+    """Zeroed caches for `slots` sequences of at most `positions` tokens each.
+
+    `pages` counts page 0, which belongs to nobody; their owners are written into the table by
+    whoever gives them out. Without it every slot owns the pages it can ever need.
+    """
     k, dtype = config.head_dim, arithmetic.dtype
-    ring = config.sliding_window + BACKTRACK
+    ring, per_slot = config.sliding_window + BACKTRACK, pages_of(positions)
+    table: np.ndarray = np.zeros((slots, per_slot), np.int32)
+    if pages is None:
+        pages = 1 + slots * per_slot
+        table += np.arange(1, pages, dtype=np.int32).reshape(table.shape)
     sources = []
     for layer in config.kv_source_layer_ids:
         ratio = config.compress_ratios[layer]
-        m = positions // ratio
+        held = pages, PAGE // ratio
         raw = jnp.zeros((slots, ratio + BACKTRACK, 2 * k), jnp.float32) if ratio > 1 else None
         sources.append(
             SourceCache(
-                entries=jnp.zeros((slots, m, k), dtype),
-                index_keys=jnp.zeros((slots, m, config.index_head_dim), dtype),
+                entries=jnp.zeros((*held, k), dtype),
+                index_keys=jnp.zeros((*held, config.index_head_dim), dtype),
                 raw=raw,
             )
         )
@@ -110,6 +161,7 @@ def init_cache(config: ModelConfig, arithmetic: Arithmetic, *, slots: int, posit
         window=jnp.zeros((config.num_hidden_layers, slots, ring, k), dtype),
         sources=tuple(sources),
         history=jnp.full((slots, config.engram_max_ngram_size - 1 + BACKTRACK), -1, jnp.int32),
+        table=jnp.asarray(table),
     )
 
 

@@ -51,6 +51,7 @@ def compress(
     indexer: Indexer,
     rows: Rows,
     cache: SourceCache,
+    table: jax.Array,
     rope: jax.Array,
     *,
     ratio: int,
@@ -62,6 +63,7 @@ def compress(
 
     Args:
         x: [n, d], the layer's normed attention input.
+        table: int32 [slots, pages], the sequences' page tables.
         rope: float32 [positions, 2, rope/2]; an entry takes its group's first position.
 
     Entry j covers positions j r to j r + r - 1 (model specification, "Compressor", "Indexer").
@@ -80,11 +82,10 @@ def compress(
     key = rotate(key, angles)
     if arithmetic.quantize_caches:
         entry, key = qdq_fp4_e4m3(entry), qdq_fp4(key)
-    closes = rows.valid & (rows.position % ratio == ratio - 1)
-    slot = jnp.where(closes, rows.slot, jnp.iinfo(jnp.int32).max)
+    page, place = cache.closing(table, rows, ratio)
     cache = SourceCache(
-        entries=cache.entries.at[slot, entry_id].set(entry, mode="drop"),
-        index_keys=cache.index_keys.at[slot, entry_id].set(key, mode="drop"),
+        entries=cache.entries.at[page, place].set(entry, mode="drop"),
+        index_keys=cache.index_keys.at[page, place].set(key, mode="drop"),
         raw=raw,
     )
     return Compressed(latent, entry, key), cache

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from deepinfer_jax.config import LayerPlan, ModelConfig
 from deepinfer_jax.model.arithmetic import Arithmetic
-from deepinfer_jax.model.attention import AttentionOut, Shared, attention
+from deepinfer_jax.model.attention import AttentionOut, Shared, Whole, attention
 from deepinfer_jax.model.cache import Cache, Rows
+from deepinfer_jax.model.compressor import Compressed, compress
 from deepinfer_jax.model.engram import engram, engram_rows
 from deepinfer_jax.model.layers import rms_norm
 from deepinfer_jax.model.moe import moe
@@ -55,11 +56,11 @@ class Residual:
 
 @flax.struct.dataclass
 class ForwardOut:
-    """Result of a forward.
+    """Result of a forward over n rows, of which the decoder's layers took m.
 
     Attributes:
-        hidden: [n, d], collapsed streams before the final norm.
-        taps: [taps, n, d], stream means at the inputs of the drafter's target layers.
+        hidden: [m, d], collapsed streams before the final norm.
+        taps: [taps, m, d], stream means at the inputs of the drafter's target layers.
         cache: the caches with this step's rows written.
         trace: named arrays when traced, else empty; layer arrays are called `L{l}.name`.
     """
@@ -112,6 +113,7 @@ class Inputs:
         rows: the step's tokens.
         is_image: bool [n].
         memory: looked-up Engram rows [n, columns * width] per Engram layer.
+        table: int32 [slots, pages], the sequences' page tables.
         rope_plain, rope_compressed: tables of the two kinds of layers.
         injected: for comparisons, or None.
     """
@@ -119,9 +121,27 @@ class Inputs:
     rows: Rows
     is_image: jax.Array
     memory: tuple[jax.Array, ...]
+    table: jax.Array
     rope_plain: jax.Array
     rope_compressed: jax.Array
     injected: Injected | None
+
+
+@flax.struct.dataclass
+class Kept:
+    """The rows that go on through the decoder's layers (model specification, "CED").
+
+    Attributes:
+        index: int32 [m], their places among the step's rows; padding may point anywhere. None:
+            all rows go on, seen as `rows` describes them.
+        rows: the same rows as the decoder sees them, with its own window floors.
+        first_exact: the decoder's first layer keeps the window keys of all rows, and its rows see
+            them; else it is truncated as the layers after it are.
+    """
+
+    index: jax.Array | None
+    rows: Rows
+    first_exact: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 @flax.struct.dataclass
@@ -142,12 +162,12 @@ def _stream_mean(streams: jax.Array) -> jax.Array:
     return jnp.mean(streams.astype(jnp.float32), 1).astype(streams.dtype)
 
 
-def _attention_trace(attn: AttentionOut, plan: LayerPlan) -> Trace:
+def _attention_trace(attn: AttentionOut, compressed: Compressed | None, plan: LayerPlan) -> Trace:
     trace = {"window_kv": attn.window_kv, "attn_o": attn.heads, "attn_out": attn.out}
-    if attn.compressed is not None:
-        trace["latent"] = attn.compressed.latent
-        trace["compress_kv"] = attn.compressed.entry
-        trace["index_k"] = attn.compressed.index_key
+    if compressed is not None:
+        trace["latent"] = compressed.latent
+        trace["compress_kv"] = compressed.entry
+        trace["index_k"] = compressed.index_key
     if attn.selection is not None:
         trace["index_q"] = attn.selection.query
         trace["topk"] = attn.selection.entries
@@ -163,11 +183,15 @@ def layer(
     ring: jax.Array,
     index: jax.Array | int,
     shared: Shared,
+    kept: Kept | None = None,
     *,
     plan: LayerPlan,
     net: Network,
 ) -> LayerOut:
     """One layer: Engram where it has one, then attention and mixture in their hyper-connections.
+
+    A layer that owns a kv source writes its entries for all rows; with `kept` it does the rest for
+    those rows alone.
 
     Args:
         residual: the streams entering the layer.
@@ -176,6 +200,7 @@ def layer(
         ring: [layers, slots, r, k], window caches of all layers before the step.
         index: this layer's place in `ring`; a traced value inside a scan.
         shared: what the sources before this layer left.
+        kept: rows that go on, at the decoder's first layer; None keeps all.
         plan: the layer's static plan; inside a scan, that of the run's first layer.
         net: configuration, arithmetic and kernels.
     """
@@ -197,13 +222,48 @@ def layer(
                 "engram_gate": gated.gate,
                 "engram_out": gated.streams,
             }
+    rope = inputs.rope_compressed if plan.ratio else inputs.rope_plain
+    attn_in = rms_norm(collapse(residual), params.attn_norm, eps)
+    compressed = None
+    if plan.owns_kv:
+        assert params.compressor is not None and params.indexer is not None
+        assert shared.source is not None
+        with jax.named_scope("compress"):
+            compressed, source = compress(
+                attn_in,
+                params.compressor,
+                params.indexer,
+                inputs.rows,
+                shared.source,
+                inputs.table,
+                rope,
+                ratio=plan.ratio,
+                **common,
+            )
+        shared = replace(shared, source=source)
+    whole = None
+    if kept is not None:
+        if kept.first_exact:
+            whole = Whole(attn_in, inputs.rows, kept.index)
+        if kept.index is not None:
+            residual, attn_in = jax.tree.map(lambda x: x[kept.index], (residual, attn_in))
+            shared = shared.kept(kept.index)
+            inputs = replace(inputs, is_image=inputs.is_image[kept.index])
+        inputs = replace(inputs, rows=kept.rows)
     mean = _stream_mean(residual.streams)
     with jax.named_scope("attention"):
         pre, post, comb = _mixes(residual.streams, params.hc_attn, net)
-        attn_in = rms_norm(collapse(residual), params.attn_norm, eps)
-        rope = inputs.rope_compressed if plan.ratio else inputs.rope_plain
         attn = attention(
-            attn_in, params, inputs.rows, ring[index], shared, rope, plan=plan, **common
+            attn_in,
+            params,
+            inputs.rows,
+            ring[index],
+            inputs.table,
+            shared,
+            rope,
+            whole,
+            plan=plan,
+            **common,
         )
         streams = expand_streams(attn.out, post, comb, residual.streams)
     with jax.named_scope("moe"):
@@ -212,7 +272,7 @@ def layer(
         ffn_out, chosen = moe(ffn_in, params.moe, inputs.is_image, **common)
         streams = expand_streams(ffn_out, ffn_post, ffn_comb, streams)
     if net.traced:
-        trace |= _attention_trace(attn, plan)
+        trace |= _attention_trace(attn, compressed, plan)
         trace |= {"attn_pre": pre, "attn_post": post, "attn_comb": comb, "attn_in": attn_in}
         trace |= {"route_idx": chosen.ids, "route_w": chosen.gates}
         trace |= {"ffn_in": ffn_in, "ffn_out": ffn_out, "stream": streams, "pre_next": next_pre}
@@ -225,16 +285,19 @@ def _run_layers(
     inputs: Inputs,
     ring: jax.Array,
     shared: Shared,
+    kept: Kept | None,
     *,
     run: tuple[LayerPlan, ...],
     net: Network,
 ) -> LayerOut:
-    """One run of like layers."""
+    """One run of like layers; `kept` for a run that begins the decoder."""
     if len(run) == 1:
         one = jax.tree.map(lambda leaf: leaf[0], params)
-        out = layer(residual, one, inputs, ring, run[0].layer, shared, plan=run[0], net=net)
+        out = layer(residual, one, inputs, ring, run[0].layer, shared, kept, plan=run[0], net=net)
         lead = {name: value[None] for name, value in out.trace.items()}
         return replace(out, window_kv=out.window_kv[None], mean=out.mean[None], trace=lead)
+
+    assert kept is None, "a layer that owns a kv source is a run of its own"
 
     def body(carry: Any, step: Any) -> Any:
         residual = carry
@@ -247,12 +310,34 @@ def _run_layers(
     return LayerOut(residual, shared, kv, means, trace)
 
 
+def decoder_start(config: ModelConfig) -> int:
+    """The decoder's first layer: the first one whose kv source keeps every position."""
+    ratios = config.compress_ratios
+    return ratios.index(1) if 1 in ratios else config.num_hidden_layers
+
+
+def _write_windows(ring: jax.Array, written: list[tuple[jax.Array, Rows]]) -> jax.Array:
+    """The rings [layers, slots, r, k] with each run's keys [layers, n, k] of its rows."""
+    size, at = ring.shape[2], 0
+    while written:
+        rows = written[0][1]
+        same = [kv for kv, r in written if r is rows]
+        written = written[len(same) :]
+        kv = jnp.concatenate(same)
+        layers = slice(at, at + kv.shape[0])
+        place = rows.writable(size), rows.position % size
+        ring = ring.at[layers, *place].set(kv, mode="drop")
+        at += kv.shape[0]
+    return ring
+
+
 def forward(
     params: Params,
     cache: Cache,
     rows: Rows,
     memory: tuple[jax.Array, ...] | None = None,
     injected: Injected | None = None,
+    kept: Kept | None = None,
     *,
     net: Network,
 ) -> ForwardOut:
@@ -265,6 +350,7 @@ def forward(
         memory: looked-up Engram rows [n, columns * width] per Engram layer, when the tables are
             not on the device (`params.engram_tables` is empty).
         injected: residuals to compare layer by layer.
+        kept: the rows that the decoder's layers run; None runs all.
         net: configuration, arithmetic and kernels.
     """
     config = net.config
@@ -287,18 +373,36 @@ def forward(
     assert len(memory) == len(config.engram_layer_ids), "Engram rows are neither held nor given"
     trace: Trace = {"embed": embedded, "engram_hash": found} if net.traced else {}
 
-    inputs = Inputs(rows, is_image, memory, params.rope_plain, params.rope_compressed, injected)
+    inputs = Inputs(
+        rows,
+        is_image,
+        memory,
+        cache.table,
+        params.rope_plain,
+        params.rope_compressed,
+        injected,
+    )
     residual, shared = Residual(streams, pre), Shared()
-    sources, taps, window_kv = list(cache.sources), [], []
+    first, goes_on = decoder_start(config), rows if kept is None else kept.rows
+    sources, taps = list(cache.sources), []
+    written: list[tuple[jax.Array, Rows]] = []
     place = {layer: i for i, layer in enumerate(config.kv_source_layer_ids)}
     for run, run_params in zip(config.runs, params.runs, strict=True):
         plan = run[0]
         if plan.owns_kv:
             shared = replace(shared, source=sources[place[plan.layer]])
+        part = kept if plan.layer == first else None
         with jax.named_scope(f"layers_{plan.layer}_{run[-1].layer}"):
-            out = _run_layers(residual, run_params, inputs, cache.window, shared, run=run, net=net)
+            out = _run_layers(
+                residual, run_params, inputs, cache.window, shared, part, run=run, net=net
+            )
         residual, shared = out.residual, out.shared
-        window_kv.append(out.window_kv)
+        if part is not None:
+            assert not any(p.engram is not None for p in config.layers[first:])
+            goes_on_image = is_image if part.index is None else is_image[part.index]
+            inputs = replace(inputs, rows=goes_on, is_image=goes_on_image)
+        near = rows if part is not None and part.first_exact else inputs.rows
+        written.append((out.window_kv, near))
         if plan.owns_kv:
             assert shared.source is not None
             sources[place[plan.layer]] = shared.source
@@ -308,13 +412,11 @@ def forward(
     hidden = collapse(residual)
     # All layers read the rings as they were; written after the last read, they need no copy.
     ring, hidden = jax.lax.optimization_barrier((cache.window, hidden))
-    size = ring.shape[2]
-    slot = rows.writable(size)
-    ring = ring.at[:, slot, rows.position % size].set(jnp.concatenate(window_kv), mode="drop")
+    ring = _write_windows(ring, written)
     return ForwardOut(
         hidden=hidden,
         taps=jnp.stack(taps) if taps else jnp.zeros((0, *hidden.shape), hidden.dtype),
-        cache=Cache(window=ring, sources=tuple(sources), history=history),
+        cache=Cache(ring, tuple(sources), history, cache.table),
         trace=trace,
     )
 

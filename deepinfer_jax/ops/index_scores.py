@@ -1,8 +1,9 @@
-"""`index_scores(q, w, keys, slot, visible) -> scores`: how much a row wants each compressed entry.
+"""`index_scores(q, w, keys, table, slot, visible)`: how much a row wants each compressed entry.
 
-q [n, h, k], w [n, h], keys [slots, m, k], slot and visible int32 [n]; scores float32 [n, m] =
-sum_h w[h] max(q[h] . key, 0) for the first `visible` entries of the row's slot; what stands in the
-other columns is not defined. `round_scores` rounds each head's dot and the sum to bfloat16, as the
+q [n, h, k], w [n, h], keys [pages, c, k], table int32 [slots, p] of page numbers, slot and visible
+int32 [n]; scores float32 [n, p c] = sum_h w[h] max(q[h] . key, 0) for the first `visible` entries
+of the row's sequence, whose pages the table lists in order; what stands in the other columns is not
+defined. `round_scores` rounds each head's dot and the sum to bfloat16, as the
 published forward does (model specification, "Indexer").
 """
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from deepinfer_jax.ops.kernel import Kernel
 
-BLOCK = 512  # entries scored at a time; blocks that no row of a tile can see are left out
+BLOCK = 512  # entries scored at a time; those that no row of a tile can see are left out
 TILE = 32  # rows that `tiles` scores together when they are of one slot
 
 
@@ -32,35 +33,44 @@ def _scores(q: jax.Array, w: jax.Array, keys: jax.Array, round_scores: bool) -> 
 
 
 def _one_slot(
-    q: jax.Array, w: jax.Array, keys: jax.Array, slot: jax.Array, visible: jax.Array, rounded: bool
+    q: jax.Array,
+    w: jax.Array,
+    keys: jax.Array,
+    pages: jax.Array,
+    visible: jax.Array,
+    rounded: bool,
 ) -> jax.Array:
-    """Rows of one slot against its keys, block by block up to the last entry that any can see."""
-    _, m, k = keys.shape
-    block = min(BLOCK, m)
+    """Rows of one sequence against its pages, block by block up to the last entry any can see."""
+    _, c, k = keys.shape
+    some = max(min(BLOCK // c, pages.shape[0]), 1)  # pages of one block
+    block = some * c
+    # The last block may hold fewer pages; it is filled up with page 0, whose scores are cut off.
+    padded = jnp.pad(pages, (0, -pages.shape[0] % some))
 
     def score(i: jax.Array, out: jax.Array) -> jax.Array:
-        # The last block may reach beyond the end; both slices then start at the same earlier row.
-        part = jax.lax.dynamic_slice(keys, (slot, i * block, 0), (1, block, k))[0]
+        part = keys[jax.lax.dynamic_slice(padded, (i * some,), (some,))].reshape(block, k)
         return jax.lax.dynamic_update_slice(out, _scores(q, w, part, rounded), (0, i * block))
 
-    empty = jnp.zeros((q.shape[0], m), jnp.float32)
-    return jax.lax.fori_loop(0, (jnp.max(visible) + block - 1) // block, score, empty)
+    empty = jnp.zeros((q.shape[0], padded.shape[0] * c), jnp.float32)
+    blocks = (jnp.max(visible) + block - 1) // block
+    return jax.lax.fori_loop(0, blocks, score, empty)[:, : pages.shape[0] * c]
 
 
 def rows(
     q: jax.Array,
     w: jax.Array,
     keys: jax.Array,
+    table: jax.Array,
     slot: jax.Array,
     visible: jax.Array,
     *,
     round_scores: bool = False,
 ) -> jax.Array:
-    """One row at a time, so a row never depends on its neighbours and no key is copied."""
+    """One row at a time, so a row never depends on its neighbours and no key is copied twice."""
 
     def one(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, w, slot, visible = row
-        return _one_slot(q[None], w[None], keys, slot, visible, round_scores)[0]
+        return _one_slot(q[None], w[None], keys, table[slot], visible, round_scores)[0]
 
     return jax.lax.map(one, (q, w, slot, visible))
 
@@ -69,6 +79,7 @@ def tiles(
     q: jax.Array,
     w: jax.Array,
     keys: jax.Array,
+    table: jax.Array,
     slot: jax.Array,
     visible: jax.Array,
     *,
@@ -77,7 +88,7 @@ def tiles(
     """Tiles of rows: one product where a tile is of one slot (a prompt), else row by row."""
     n = q.shape[0]
     if n < TILE:
-        return rows(q, w, keys, slot, visible, round_scores=round_scores)
+        return rows(q, w, keys, table, slot, visible, round_scores=round_scores)
     count = -(-n // TILE)
     spare = count * TILE - n
 
@@ -89,8 +100,8 @@ def tiles(
         q, w, slot, visible = tile
         return jax.lax.cond(
             jnp.all(slot == slot[0]),
-            lambda: _one_slot(q, w, keys, slot[0], visible, round_scores),
-            lambda: rows(q, w, keys, slot, visible, round_scores=round_scores),
+            lambda: _one_slot(q, w, keys, table[slot[0]], visible, round_scores),
+            lambda: rows(q, w, keys, table, slot, visible, round_scores=round_scores),
         )
 
     scores = jax.lax.map(one, (cut(q), cut(w), cut(slot), cut(visible)))
@@ -101,6 +112,7 @@ def gathered(
     q: jax.Array,
     w: jax.Array,
     keys: jax.Array,
+    table: jax.Array,
     slot: jax.Array,
     visible: jax.Array,
     *,
@@ -108,8 +120,9 @@ def gathered(
 ) -> jax.Array:
     """All entries of all rows at once over a copy of each row's keys; the plain reference."""
     del visible
+    own = keys[table[slot]].reshape(q.shape[0], -1, keys.shape[-1])
     one = jax.vmap(lambda q, w, keys: _scores(q[None], w[None], keys, round_scores)[0])
-    return one(q, w, keys[slot])
+    return one(q, w, own)
 
 
 KERNELS = (

@@ -147,10 +147,13 @@ def _planner(
     specs = param_specs(config, tables=engine.engram == "device")
     tables = stored_bytes(specs.engram_tables, engine.weights, dtype)
     weights = stored_bytes(specs, engine.weights, dtype) - tables + token_map.nbytes
+    pages = None if engine.pages is None else 1 + engine.pages
     angles = 2 * config.qk_rope_head_dim * _F32.itemsize  # of one position, both tables
 
     def plan(slots: int, positions: int) -> MemoryPlan:
-        state = jax.eval_shape(lambda: init_state(network, slots=slots, positions=positions))
+        state = jax.eval_shape(
+            lambda: init_state(network, slots=slots, positions=positions, pages=pages)
+        )
         held = weights + positions * angles
         return MemoryPlan(held, tables + outside, nbytes(state), slots, positions, free)
 

@@ -20,7 +20,8 @@ from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.files import replacing
 from deepinfer_jax.model.transformer import Network, forward, unembed
 from deepinfer_jax.ops.device import devices
-from deepinfer_jax.runner.step import OUTPUT_STRUCTURE, step
+from deepinfer_jax.runner.layout import Bucket
+from deepinfer_jax.runner.step import OUTPUT_STRUCTURE, StepOptions, step
 
 # XLA may keep bfloat16 intermediates in float32, which would skip roundings that the arithmetic
 # `release` defines.
@@ -60,9 +61,8 @@ def lower_step(
     mesh: Mesh,
     arguments: tuple[Any, Any, Any],
     *,
-    draw: str,
-    logprobs: str,
-    top: int,
+    bucket: Bucket,
+    options: StepOptions,
     kept: Path | None = None,
 ) -> jax.stages.Lowered:
     """Lower the step for the shapes of `arguments` (params, state, inputs); no array is read.
@@ -81,14 +81,14 @@ def lower_step(
 
     # A program is kept without its containers, which have no stored form.
     def flat(*given: Any) -> tuple[Any, ...]:
-        out = step(*jax.tree.unflatten(tree, given), net=net, draw=draw, logprobs=logprobs, top=top)
+        out = step(*jax.tree.unflatten(tree, given), net=net, bucket=bucket, options=options)
         return tuple(jax.tree.leaves(out))
 
     program: Any = _jit(flat, net, mesh, donate)
     if kept is not None:
         # Not the network's own repr: it holds addresses of functions.
         network = (net.config, net.arithmetic, net.ops.device, net.ops.rows(), net.traced)
-        what = (network, mesh, draw, logprobs, top, tree, leaves)
+        what = (network, mesh, bucket, options, tree, leaves)
         path = kept / f"{_digest(source_digest(), *map(repr, what))}.stablehlo"
         program = _jit(_exported(path, program, leaves).call, net, mesh, donate)
     return program.lower(*leaves)
@@ -99,13 +99,12 @@ def compile_step(
     mesh: Mesh,
     arguments: tuple[Any, Any, Any],
     *,
-    draw: str,
-    logprobs: str,
-    top: int,
+    bucket: Bucket,
+    options: StepOptions,
     kept: Path | None = None,
 ) -> Callable[..., Any]:
     """Compile what `lower_step` lowers, ahead of its use; returns `step` of these arguments."""
-    lowered = lower_step(net, mesh, arguments, draw=draw, logprobs=logprobs, top=top, kept=kept)
+    lowered = lower_step(net, mesh, arguments, bucket=bucket, options=options, kept=kept)
     executable = lowered.compile()
     out_tree = jax.tree.structure((arguments[1], OUTPUT_STRUCTURE))
 

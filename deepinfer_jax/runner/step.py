@@ -1,109 +1,109 @@
-"""One step of the engine as a pure function: rows in, one drawn token per taken row out."""
+"""One step of the engine as a pure function: a plan in, one drawn token per sequence out."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.errors import ConfigError
-from deepinfer_jax.model.cache import Cache, Rows, init_cache
+from deepinfer_jax.model.cache import Rows, init_cache
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.transformer import Network, forward, unembed
+from deepinfer_jax.runner.layout import Bucket
+from deepinfer_jax.runner.schedule import EngineState, StepInput, committed, derive, with_pages
 from deepinfer_jax.sampling import sampler
 from deepinfer_jax.sampling.original import sample_original
 from deepinfer_jax.sampling.sampler import Draw, RowParams
 
-SAMPLERS = ("stable", "original")
 
-
-@flax.struct.dataclass
-class StepInput:
-    """What the host sends for one step.
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step program is built for besides its sizes; hashable.
 
     Attributes:
-        rows: the tokens to run, padded to the bucket.
-        take: int32 [m], rows whose next token is drawn.
-        draw: how each of the m tokens is drawn.
-        allowed: bool [m, v], or None when no row has a mask.
-        memory: looked-up Engram rows per Engram layer, when the tables are not on the device.
+        draw: `stable` or `original`, the two samplers.
+        logprobs: `raw` or `processed`, which distribution the top log-probs describe.
+        top: how many top log-probs to return.
+        truncate, first_exact: bounded replay of the decoder, see `runner.schedule.derive`.
     """
 
-    rows: Rows
-    take: jax.Array
-    draw: RowParams
-    allowed: jax.Array | None = None
-    memory: tuple[jax.Array, ...] | None = None
+    draw: Literal["stable", "original"] = "stable"
+    logprobs: Literal["raw", "processed"] = "raw"
+    top: int = 0
+    truncate: bool = False
+    first_exact: bool = False
 
 
 @flax.struct.dataclass
 class StepOutput:
-    """What comes back.
+    """What comes back, for each of p parts; a part that draws nothing holds nothing of use.
 
     Attributes:
-        draw: token, log-probs and flags, [m] each.
-        top_ids, top_logprobs: [m, count], the likeliest tokens; count may be 0.
+        draw: token, log-probs and flags, [p] each.
+        top_ids, top_logprobs: [p, count], the likeliest tokens; count may be 0.
+        ended: bool [p], the token ended the sequence as far as the device can tell.
     """
 
     draw: Draw
     top_ids: jax.Array
     top_logprobs: jax.Array
+    ended: jax.Array
 
 
 # The container of a step's output, leaves left out: known without tracing.
-OUTPUT_STRUCTURE = StepOutput(Draw(0, 0, 0, 0, 0), 0, 0)  # type: ignore[arg-type]
+OUTPUT_STRUCTURE = StepOutput(Draw(0, 0, 0, 0, 0), 0, 0, 0)  # type: ignore[arg-type]
 
 
 def step(
     params: Params,
-    cache: Cache,
+    state: EngineState,
     inputs: StepInput,
     *,
     net: Network,
-    draw: str = "stable",
-    logprobs: str = "raw",
-    top: int = 0,
-) -> tuple[Cache, StepOutput]:
-    """Run the rows, draw a token for each taken row.
+    bucket: Bucket,
+    options: StepOptions,
+) -> tuple[EngineState, StepOutput]:
+    """Run the planned rows, draw a token for each part that draws.
 
     Args:
         params: the network.
-        cache: the slots' state; donated by the compiled step.
-        inputs: rows and how to draw.
+        state: of all sequences; donated by the compiled step.
+        inputs: the host's plan.
         net: configuration, arithmetic and kernels.
-        draw: `stable` or `original`, the two samplers.
-        logprobs: `raw` or `processed`, which distribution the top log-probs describe.
-        top: how many top log-probs to return.
+        bucket: sizes of the plan.
+        options: what the program is built for.
     """
-    out = forward(params, cache, inputs.rows, inputs.memory, net=net)
+    cache = with_pages(state.cache, inputs, bucket)
+    plan = derive(state, inputs, bucket, truncate=options.truncate, first_exact=options.first_exact)
+    out = forward(params, cache, plan.rows, inputs.memory, kept=plan.kept, net=net)
     with jax.named_scope("head"):
-        logits = unembed(params, out.hidden[inputs.take], net)
+        logits = unembed(params, out.hidden[plan.take], net)
     with jax.named_scope("sample"):
-        if draw == "stable":
-            drawn = sampler.sample(logits, inputs.draw, inputs.allowed)
-        elif draw == "original":
-            drawn = _original_draw(logits, inputs.draw, inputs.allowed)
-        else:
-            raise ConfigError(
-                f"There is no sampler {draw!r}.",
-                f"The samplers are {', '.join(SAMPLERS)}.",
-                "Set engine.sampler to one of them.",
-            )
-        if top == 0:
-            m = inputs.take.shape[0]
-            ids, values = jnp.zeros((m, 0), jnp.int32), jnp.zeros((m, 0), jnp.float32)
-        else:
-            if logprobs == "raw":
-                table = sampler.raw_logprobs(logits)
-            else:
-                d = inputs.draw
-                table = sampler.processed_logprobs(
-                    logits, d.temperature, d.top_p, d.top_k, inputs.allowed
-                ).logprobs
-            ids, values = sampler.top_logprobs(table, top)
-    return out.cache, StepOutput(drawn, ids, values)
+        ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+        allowed = (plan.forced[:, None] < 0) | (ids == plan.forced[:, None])
+        draw = sampler.sample if options.draw == "stable" else _original_draw
+        drawn = draw(logits, plan.draw, allowed)
+        top_ids, top = _top(logits, plan.draw, allowed, options)
+    state, ended = committed(state, out.cache, plan, drawn.token, drawn.bad)
+    return state, StepOutput(drawn, top_ids, top, ended)
+
+
+def _top(
+    logits: jax.Array, draw: RowParams, allowed: jax.Array, options: StepOptions
+) -> tuple[jax.Array, jax.Array]:
+    if options.top == 0:
+        p = logits.shape[0]
+        return jnp.zeros((p, 0), jnp.int32), jnp.zeros((p, 0), jnp.float32)
+    if options.logprobs == "raw":
+        table = sampler.raw_logprobs(logits)
+    else:
+        table = sampler.processed_logprobs(
+            logits, draw.temperature, draw.top_p, draw.top_k, allowed
+        ).logprobs
+    return sampler.top_logprobs(table, options.top)
 
 
 def _original_draw(logits: jax.Array, rows: RowParams, allowed: jax.Array | None) -> Draw:
@@ -123,16 +123,23 @@ def _original_draw(logits: jax.Array, rows: RowParams, allowed: jax.Array | None
     return Draw(out.token, raw, out.logprob, out.kept, out.bad)
 
 
-def init_state(net: Network, *, slots: int, positions: int) -> Cache:
-    """Empty caches for `slots` sequences of at most `positions` tokens."""
-    even = positions + positions % 2  # a whole number of ratio-2 groups
-    return init_cache(net.config, net.arithmetic, slots=slots, positions=even)
+def init_state(
+    net: Network, *, slots: int, positions: int, pages: int | None = None
+) -> EngineState:
+    """A state of `slots` sequences of at most `positions` tokens; `pages` as in `init_cache`."""
+    cache = init_cache(net.config, net.arithmetic, slots=slots, positions=positions, pages=pages)
+    return EngineState(
+        cache=cache,
+        token=jnp.zeros(slots, jnp.int32),
+        length=jnp.zeros(slots, jnp.int32),
+        done=jnp.zeros(slots, bool),
+    )
 
 
 def pack_rows(parts: Sequence[tuple[np.ndarray, int, int]], rows: int) -> Rows:
     """`Rows` of NumPy arrays from (token ids, first position, slot) parts, padded to `rows`."""
-    columns: Any = np.zeros((5, rows), np.int32)
-    ids, position, slot, start, stop = columns
+    columns: Any = np.zeros((7, rows), np.int32)
+    ids, position, slot, start, stop, floor, write_from = columns
     position -= 1
     at = 0
     for tokens, first, place in parts:
@@ -142,4 +149,4 @@ def pack_rows(parts: Sequence[tuple[np.ndarray, int, int]], rows: int) -> Rows:
         position[here] = np.arange(first, first + n)
         start[here], stop[here] = first, first + n
         at += n
-    return Rows(ids, position, slot, start, stop)
+    return Rows(ids, position, slot, start, stop, floor, write_from)

@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import RequestError
-from deepinfer_jax.model.cache import Cache
+from deepinfer_jax.model.cache import Cache, init_cache
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.transformer import ForwardOut, Injected, Network, Residual
 from deepinfer_jax.runner.compile import replicated, trace_program
-from deepinfer_jax.runner.step import init_state, pack_rows
+from deepinfer_jax.runner.step import pack_rows
 
 Arrays = dict[str, np.ndarray]
 Memory = Callable[[np.ndarray, int, int], tuple[np.ndarray, ...]]
@@ -204,7 +204,7 @@ def run_trace(
     t = given.token_ids.shape[1]
     prompt = given.prefill_len or t
     place = replicated(mesh)
-    cache = jax.device_put(init_state(net, slots=1, positions=t), place)
+    cache = jax.device_put(init_cache(net.config, net.arithmetic, slots=1, positions=t), place)
 
     def go(cache: Cache, start: int, stop: int, injected: Injected | None) -> Any:
         ids = given.token_ids[0]

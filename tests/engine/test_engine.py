@@ -149,7 +149,7 @@ def test_what_is_compiled_is_reported_once(short_folder, compiled):
     llm.generate(["Hello", "a"], GREEDY)
     llm.generate(["b", "c"], GREEDY)
     names = [name for name in calls if name.startswith("compiled ")]
-    assert names == ["compiled prefill, 64 rows", "compiled decode, 4 rows"]
+    assert names == ["compiled step, 64 rows", "compiled step, 4 rows"]
     assert {"digest", "load"} <= set(calls)
     assert llm.meter.compile_s > 0
 
@@ -173,6 +173,6 @@ def test_what_is_prepared_does_not_compile_again(short_folder, compiled):
     llm = open_llm(short_folder, compiled, progress=lambda *call: calls.append(call[0]))
     llm.prepare([5, 70], sequences=1)
     prepared = [name for name in calls if name.startswith("compiled ")]
-    assert sorted(prepared) == ["compiled decode, 1 rows", "compiled prefill, 64 rows"]
+    assert sorted(prepared) == ["compiled step, 1 rows", "compiled step, 64 rows"]
     llm.generate("x" * 70, GREEDY)
     assert [name for name in calls if name.startswith("compiled ")] == prepared

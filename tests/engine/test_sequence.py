@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.engine.engine import Limits
-from deepinfer_jax.engine.sequence import Sequence, pack_draw
+from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.request import RequestOutput, ToolCall
 from deepinfer_jax.sampling_params import SamplingParams
@@ -100,12 +99,23 @@ def test_an_unfinished_character_becomes_a_replacement_at_the_end(make):
 
 def test_forced_tokens_come_by_output_index(make):
     sequence = make(golden_token_ids=[8, 9])
-    assert sequence.forced == 8
-    take(sequence, [8])
-    assert sequence.forced == 9
-    take(sequence, [9])
-    assert sequence.forced is None
-    assert make().forced is None
+    assert [sequence.forced(i) for i in range(3)] == [8, 9, -1]
+    assert make().forced(0) == -1
+
+
+def test_the_tokens_of_a_sequence_are_its_prompt_and_its_output(make):
+    sequence = make()
+    take(sequence, letters("ab"))
+    assert sequence.tokens.tolist() == [*sequence.prompt, *letters("ab")]
+
+
+@pytest.mark.parametrize(("reason", "failed"), [("abort", False), ("deadline", True)])
+def test_an_interrupted_sequence_keeps_what_it_has(make, reason, failed):
+    sequence = make()
+    take(sequence, letters("ab"))
+    sequence.interrupt(reason)
+    assert sequence.finish_reason == "abort" and sequence.output == letters("ab")
+    assert (sequence.error is not None) == failed
 
 
 def test_a_failure_keeps_what_was_produced(make):
@@ -185,26 +195,3 @@ def test_a_call_streams_its_name_once_and_its_arguments_in_pieces(make, tokenize
     assert "".join(call.arguments for call in told) == '{"x": "a \\"é\\" b"}'
     assert len(told) > 5
     assert parts[-1].finish_reason == "tool_calls"
-
-
-def test_draws_are_packed_with_greedy_padding(make):
-    a, b = make(temperature=0.5, top_k=3), make(top_p=0.25)
-    take(b, letters("ab"))
-    packed = pack_draw([a, b], 4)
-    assert packed.temperature.tolist() == [0.5, 1, 0, 0]
-    assert packed.top_p.tolist() == [1, 0.25, 1, 1]
-    assert packed.top_k.tolist() == [3, -1, -1, -1]
-    assert packed.position.tolist() == [2, 4, 0, 0]
-    assert packed.seed.tolist() == [[7, 0], [7, 0], [0, 0], [0, 0]]
-    kinds = [packed.temperature.dtype, packed.top_k.dtype, packed.seed.dtype]
-    assert kinds == [np.float32, np.int32, np.uint32]
-
-
-def test_programs_come_in_few_sizes():
-    limits = Limits(slots=24, positions=4096, prefill_rows=512)
-    assert {limits.prompt_rows(n) for n in range(1, 513)} == {128, 256, 512}
-    assert {limits.decode_rows(n) for n in range(1, 25)} == {1, 4, 16, 24}
-    assert all(limits.prompt_rows(n) >= n for n in range(1, 513))
-    assert all(limits.decode_rows(n) >= n for n in range(1, 25))
-    assert Limits(4, 64, 64).prompt_rows(3) == 64
-    assert Limits(4, 64, 200).prompt_rows(199) == 200

@@ -16,9 +16,11 @@ SIZE = WINDOW + BACKTRACK
 
 def test_caches_have_the_shapes_that_the_config_gives(golden):
     config = ModelConfig.from_file(golden)
-    cache = init_cache(config, arithmetic("release"), slots=3, positions=100)
+    cache = init_cache(config, arithmetic("release"), slots=3, positions=200)
     assert cache.window.shape == (10, 3, 16 + 6, 64)
-    assert [s.entries.shape for s in cache.sources] == [(3, 50, 64), (3, 50, 64), (3, 100, 64)]
+    # Two pages of 128 positions a slot, and page 0.
+    assert [s.entries.shape for s in cache.sources] == [(7, 64, 64), (7, 64, 64), (7, 128, 64)]
+    assert np.asarray(cache.table).tolist() == [[1, 2], [3, 4], [5, 6]]
     assert [s.index_keys.shape[-1] for s in cache.sources] == [32] * 3
     shapes = [None if s.raw is None else s.raw.shape for s in cache.sources]
     assert shapes == [(3, 8, 128), (3, 8, 128), None]

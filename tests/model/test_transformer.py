@@ -20,7 +20,7 @@ class Runner:
         self._run = trace_program(network.network, network.mesh)
 
     def fresh(self):
-        return init_state(self._network.network, slots=SLOTS, positions=LENGTH)
+        return init_state(self._network.network, slots=SLOTS, positions=LENGTH).cache
 
     def step(self, cache, *parts):
         """Hidden states and logits of each part, and the caches."""

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.arithmetic import arithmetic
-from deepinfer_jax.model.cache import Rows
 from deepinfer_jax.model.params import build_params
 from deepinfer_jax.model.transformer import Network
 from deepinfer_jax.ops.device import Device
@@ -23,11 +22,13 @@ from deepinfer_jax.runner.compile import (
     lower_step,
     one_device_mesh,
 )
-from deepinfer_jax.runner.step import OUTPUT_STRUCTURE, StepInput, init_state
-from deepinfer_jax.sampling.sampler import RowParams
+from deepinfer_jax.runner.layout import Bucket
+from deepinfer_jax.runner.schedule import StepInput
+from deepinfer_jax.runner.step import OUTPUT_STRUCTURE, StepOptions, init_state
 from deepinfer_jax.settings import package_folder
 
 POSITIONS, SLOTS, ROWS, TAKEN = 4096, 8, 64, 8
+BUCKET = Bucket(rows=ROWS, decoder_rows=ROWS, parts=TAKEN, updates=41)
 LOWERING_S = 60  # of one core's time, for the release's 40 layers
 WEIGHTS = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -56,15 +57,11 @@ def abstract_arguments(net):
         positions=POSITIONS,
     )
     state = jax.eval_shape(lambda: init_state(net, slots=SLOTS, positions=POSITIONS))
-    column, taken = shape((ROWS,), jnp.int32), shape((TAKEN,), jnp.int32)
-    draw = RowParams(
-        temperature=shape((TAKEN,), jnp.float32),
-        top_p=shape((TAKEN,), jnp.float32),
-        top_k=taken,
-        seed=shape((TAKEN, 2), jnp.uint32),
-        position=taken,
+    return (
+        params,
+        state,
+        StepInput(shape((BUCKET.ints,), jnp.int32), shape((TAKEN, 2), jnp.float32)),
     )
-    return params, state, StepInput(Rows(column, column, column, column, column), taken, draw)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +70,7 @@ def release(mesh):
     net = network("v41_flash")
     arguments = abstract_arguments(net)
     start = time.process_time()
-    lowered = lower_step(net, mesh, arguments, draw="stable", logprobs="raw", top=0)
+    lowered = lower_step(net, mesh, arguments, bucket=BUCKET, options=StepOptions())
     return net.config, lowered, arguments, time.process_time() - start
 
 
@@ -111,7 +108,8 @@ def test_the_release_lowers_without_weights_and_each_run_of_layers_is_one_loop(r
 def test_the_release_step_donates_the_cache_and_nothing_else(release):
     _, lowered, arguments, _ = release
     params, cache, inputs = donated(lowered, arguments)
-    assert len(cache) == 1 + 4 * 2 + 3 + 1 and all(cache)
+    # Windows, four sources, look-back and page table; then tokens, lengths and ends.
+    assert len(cache) == 1 + 4 * 2 + 3 + 2 + 3 and all(cache)
     assert not any(params) and not any(inputs)
     # Every donated buffer is given to an output of its own shape.
     assert lowered.as_text().count("tf.aliasing_output") == len(cache)
@@ -140,7 +138,7 @@ def test_every_argument_and_result_has_its_sharding_written_down(release, mesh):
 def test_a_kept_step_is_read_instead_of_traced_and_donates_the_same(mesh, tmp_path, monkeypatch):
     net = network("tiny")
     arguments = abstract_arguments(net)
-    options = {"draw": "stable", "logprobs": "raw", "top": 0, "kept": tmp_path}
+    options = {"bucket": BUCKET, "options": StepOptions(), "kept": tmp_path}
     first = lower_step(net, mesh, arguments, **options)
     (file,) = tmp_path.iterdir()
     assert file.suffix == ".stablehlo"

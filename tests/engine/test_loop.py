@@ -1,0 +1,192 @@
+"""The loop on a real network: every order of events writes the tokens of a lone sequence."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from short_llm import LIMIT
+
+from deepinfer_jax import SamplingParams
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.plan import Limits
+from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.errors import MemoryPlanError, RequestError
+from deepinfer_jax.model.cache import pages_of
+from deepinfer_jax.runner.compile import keep_compiled
+from deepinfer_jax.text.output import PlainText
+
+SLOTS, TABLE = 4, pages_of(LIMIT)
+LIMITS = Limits(
+    slots=SLOTS,
+    rows=64,
+    pages=1 + SLOTS * TABLE,
+    max_model_len=LIMIT,
+    table_pages=TABLE,
+    updates=SLOTS + 1 + TABLE,
+)
+
+
+@pytest.fixture(scope="module")
+def engine_of(llm, compiled):
+    """Engines on the short network; their programs are those of the other tests' engine."""
+    net, kept = llm.assembled, keep_compiled(compiled)
+
+    def made(**options):
+        limits = dataclasses.replace(LIMITS, **options.pop("limits", {}))
+        return Engine(net.network, net.params, net.mesh, limits=limits, kept=kept, **options)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def sequence_of(llm):
+    def made(number, prompt, **params):
+        defaults = {"temperature": 0.8, "max_tokens": 12, "ignore_eos": True}
+        return Sequence(
+            request=number,
+            index=0,
+            prompt=np.asarray(prompt, np.int32),
+            params=SamplingParams(**(defaults | params)),
+            seed=1000 + number,
+            text=PlainText(llm.tokenizer, ()),
+        )
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(engine_of):
+    return engine_of(overlap=False)
+
+
+@pytest.fixture(scope="module")
+def overlapped(engine_of):
+    return engine_of()
+
+
+@pytest.fixture(scope="module")
+def short_of_pages(engine_of):
+    """Three pages for four slots: sequences wait for pages and give them up."""
+    return engine_of(limits={"pages": 1 + 3})
+
+
+def drive(engine, arrivals, aborts=()):
+    """Run to the end; `arrivals` are (step, sequence), `aborts` (step, place of the sequence)."""
+    numbers, step = {}, 0
+    while engine.has_work or len(numbers) < len(arrivals):
+        for place, (when, sequence) in enumerate(arrivals):
+            if when == step:
+                numbers[place] = engine.add(sequence)
+        for when, place in aborts:
+            if when == step and place in numbers:
+                engine.abort(numbers[place])
+        if engine.has_work:
+            engine.step()
+        step += 1
+        assert step < 3000, "the engine does not come to an end"
+    engine.pool.check([])
+    assert engine.pool.pending == 0
+
+
+def requests(sequence_of, seed, count, longest):
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        prompt = rng.integers(3, 250, int(rng.integers(1, longest)))
+        made.append(sequence_of(number, prompt, max_tokens=int(rng.integers(1, 20))))
+    return made, rng
+
+
+def alone(engine, sequence_of, sequences):
+    """The tokens of each sequence when nobody else runs."""
+    tokens = []
+    for s in sequences:
+        one = sequence_of(s.request, s.prompt, max_tokens=s.params.max_tokens)
+        drive(engine, [(0, one)])
+        tokens.append(one.output)
+    return tokens
+
+
+def test_all_orders_of_events_write_the_same_tokens(plain, overlapped, short_of_pages, sequence_of):
+    expected = None
+    for engine in (plain, overlapped, short_of_pages):
+        sequences, rng = requests(sequence_of, 0, 24, 120)
+        if expected is None:
+            expected = alone(plain, sequence_of, sequences)
+        when = np.sort(rng.integers(0, 60, len(sequences))).tolist()
+        drive(engine, list(zip(when, sequences, strict=True)))
+        assert [s.output for s in sequences] == expected
+        assert {s.finish_reason for s in sequences} == {"length"}
+
+
+def test_sequences_that_give_up_their_pages_go_on_as_if_they_had_not(
+    plain, short_of_pages, sequence_of
+):
+    # Each starts in one page and needs two in the end, and there are three.
+    prompts = [np.full(110 + i, 60 + i) for i in range(3)]
+    sequences = [sequence_of(i, p, max_tokens=40) for i, p in enumerate(prompts)]
+    expected = alone(plain, sequence_of, sequences)
+    before = short_of_pages.meter.preempted
+    drive(short_of_pages, [(0, s) for s in sequences])
+    assert [s.output for s in sequences] == expected
+    assert short_of_pages.meter.preempted > before
+
+
+def test_aborted_sequences_leave_no_trace_in_the_others(plain, overlapped, sequence_of):
+    sequences, _ = requests(sequence_of, 2, 12, 90)
+    expected = alone(plain, sequence_of, sequences)
+    drive(overlapped, [(0, s) for s in sequences], aborts=[(3, 1), (9, 5), (4, 11), (20, 8)])
+    for place, (sequence, tokens) in enumerate(zip(sequences, expected, strict=True)):
+        if sequence.finish_reason == "abort":
+            assert place in (1, 5, 8, 11)
+            assert sequence.output == tokens[: len(sequence.output)]
+        else:
+            assert sequence.output == tokens
+    assert sequences[1].finish_reason == "abort"
+
+
+def test_a_deadline_ends_a_sequence_with_what_it_has(overlapped, sequence_of):
+    late, other = sequence_of(0, [60] * 5), sequence_of(1, [61] * 5)
+    overlapped.add(late, deadline=0.0)
+    overlapped.add(other)
+    while overlapped.has_work:
+        overlapped.step()
+    assert late.finish_reason == "abort" and isinstance(late.error, RequestError)
+    assert str(late.error) == (
+        "The deadline passed after 0 tokens. The request was to end by then, whatever had been "
+        "produced. Give it more time, or lower max_tokens."
+    )
+    assert other.finish_reason == "length" and len(other.output) == 12
+
+
+def test_a_prompt_that_no_memory_holds_is_refused_with_the_numbers(short_of_pages, sequence_of):
+    long, short = sequence_of(0, [60] * 500), sequence_of(1, [61] * 5)
+    drive(short_of_pages, [(0, long), (0, short)])
+    assert isinstance(long.error, MemoryPlanError)
+    assert "need 4 pages of 128 tokens; there are 3" in str(long.error)
+    assert short.finish_reason == "length"
+
+
+def test_decoding_goes_on_beside_a_long_prompt(overlapped, sequence_of):
+    running, long = sequence_of(0, [60] * 4, max_tokens=30), sequence_of(1, [61] * 900)
+    overlapped.add(running)
+    for _ in range(4):
+        overlapped.step()
+    overlapped.add(long)
+    seen = []
+    while not long.output:
+        overlapped.step()
+        seen.append(len(running.output))
+    # Every step of the prompt's fifteen brought a token of the other one.
+    assert all(b - a == 1 for a, b in zip(seen, seen[1:], strict=False))
+    while overlapped.has_work:
+        overlapped.step()
+
+
+def test_nothing_is_left_of_a_slot_s_last_owner(overlapped, plain, sequence_of):
+    first = [sequence_of(i, [70 + i] * 80) for i in range(SLOTS)]
+    drive(overlapped, [(0, s) for s in first])
+    again = [sequence_of(i, [80 + i] * 3, max_tokens=6) for i in range(SLOTS)]
+    expected = alone(plain, sequence_of, again)
+    drive(overlapped, [(0, s) for s in again])
+    assert [s.output for s in again] == expected
