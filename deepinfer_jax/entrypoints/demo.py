@@ -54,7 +54,12 @@ def command(
     with Live(quiet) as live:
         # One small prompt program instead of two: the first start spends its time compiling.
         llm = open_engine(
-            live, model=model, config=config, overrides=overrides, max_num_batched_tokens=_CHUNK
+            live,
+            model=model,
+            config=config,
+            overrides=overrides,
+            max_num_batched_tokens=_CHUNK,
+            max_num_seqs=1,
         )
         shown = prompts()
         live.doing("compiling")
