@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_jax import LLM, SamplingParams
 from deepinfer_jax.bench.decode import finished
+from deepinfer_jax.llm import LLM
 from deepinfer_jax.ops.device import devices
+from deepinfer_jax.sampling_params import SamplingParams
 
 LOG = logging.getLogger("deepinfer_jax.bench")
 _GROUP, _REPEATS = 16, 3
