@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text.test_against_recipe import EXCLUDED, options_and_finish, output
+from text.test_against_recipe import EXCLUDED, options_and_finish, output, their_chunks
 
 from deepinfer_jax.protocol.logprobs import attribute
 from deepinfer_jax.text.events import ParserOptions
@@ -20,37 +20,9 @@ def their_tokens(
     options: ParserOptions, ids: list[int], finish: str, tokenizer: Any
 ) -> dict[str, list[float]]:
     """Kind -> log-probs of the library's entries; token k's log-prob is -k."""
-    stages = recipe.ThinkingInitialStage
-    stage = {
-        None: None,
-        "reasoning_start": stages.ReasoningStart,
-        "reasoning_continuation": stages.ReasoningContinuation,
-        "content_continuation": stages.ContentContinuation,
-    }[options.initial_stage]
-    body = {
-        "model": "DeepSeek-V4.1-Flash",
-        "messages": [{"role": "user", "content": "q"}],
-        "thinking": {"type": "disabled" if stage is None else "enabled"},
-        "logprobs": True,
-    }
-    converted = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
-    processor = recipe.StreamProcessor(
-        recipe.ChatCompletionRequest.chunk_generator(converted, "id", "m"),
-        recipe.ParsingOptions(
-            parse_tool_calls=options.parse_tool_calls,
-            thinking_initial_stage=stage,
-            stop_sequences=list(options.stop),
-        ),
-        tokenizer,
-    )
-    reasons = recipe.InferenceFinishReason
-    ending = {"stop": reasons.Stop, "length": reasons.Length}[finish]
     tokens = [recipe.InferenceChunk.tokens([i], [(-float(k), [])]) for k, i in enumerate(ids)]
     whole = recipe.ChatCompletionResponse("id", "m", 1, 0, 0)
-    for chunk in [recipe.InferenceChunk.ready(), *tokens, recipe.InferenceChunk.finish(ending)]:
-        for made in [] if processor.finished else processor.push(chunk):
-            whole.accumulate(made)
-    for made in [] if processor.finished else processor.finish():
+    for made in their_chunks(options, tokens, finish, tokenizer, logprobs=True):
         whole.accumulate(made)
     found = json.loads(whole.to_json())["choices"][0]["logprobs"] or {}
     return {kind: [-e["logprob"] for e in entries] for kind, entries in found.items()}

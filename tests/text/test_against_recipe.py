@@ -217,7 +217,10 @@ def output(rng: random.Random) -> list[Piece]:
     return pieces
 
 
-def their_answer(options: ParserOptions, chunks: list[Any], finish: str, tokenizer: Any) -> Answer:
+def their_chunks(
+    options: ParserOptions, inputs: list[Any], finish: str, tokenizer: Any, **body: Any
+) -> list[Any]:
+    """What the library streams for the engine's chunks; `body` joins its request."""
     stages = recipe.ThinkingInitialStage
     stage = {
         None: None,
@@ -225,7 +228,7 @@ def their_answer(options: ParserOptions, chunks: list[Any], finish: str, tokeniz
         "reasoning_continuation": stages.ReasoningContinuation,
         "content_continuation": stages.ContentContinuation,
     }[options.initial_stage]
-    body = {
+    body |= {
         "model": "DeepSeek-V4.1-Flash",
         "messages": [{"role": "user", "content": "q"}],
         "thinking": {"type": "disabled" if stage is None else "enabled"},
@@ -244,12 +247,15 @@ def their_answer(options: ParserOptions, chunks: list[Any], finish: str, tokeniz
     )
     reasons = recipe.InferenceFinishReason
     ending = {"stop": reasons.Stop, "length": reasons.Length}[finish]
-    inputs = [recipe.InferenceChunk.ready(), *chunks, recipe.InferenceChunk.finish(ending)]
     outputs = []
-    for chunk in inputs:
+    for chunk in [recipe.InferenceChunk.ready(), *inputs, recipe.InferenceChunk.finish(ending)]:
         if not processor.finished:
             outputs += processor.push(chunk)
-    outputs += [] if processor.finished else processor.finish()
+    return outputs + ([] if processor.finished else processor.finish())
+
+
+def their_answer(options: ParserOptions, chunks: list[Any], finish: str, tokenizer: Any) -> Answer:
+    outputs = their_chunks(options, chunks, finish, tokenizer)
     return joined([json.loads(chunk.to_json()) for chunk in outputs])
 
 
