@@ -19,6 +19,7 @@ from short_llm import (
 from deepinfer_jax import LLM, RequestOutput, SamplingParams
 from deepinfer_jax.assembly import assemble
 from deepinfer_jax.errors import CheckpointError, ConfigError, MemoryPlanError, RequestError
+from deepinfer_jax.protocol.ask import Ask
 from deepinfer_jax.runner.trace import TraceInput, run_trace
 from deepinfer_jax.sampling_params import sample_seed
 from deepinfer_jax.settings import EngineConfig, package_folder
@@ -459,3 +460,21 @@ def test_engram_tables_of_a_size_that_the_hash_does_not_fill_are_refused(short_f
     assert "engram_num_embeddings is [630, 840], but the hash of this config addresses [630, " in (
         str(caught.value)
     )
+
+
+def test_asks_are_answered_as_they_finish_and_a_bad_one_alone_fails(llm, single):
+    asks = [
+        Ask(params=GREEDY, prompt="Hello"),
+        Ask(params=GREEDY, prompt=(), name="mine"),
+        Ask(params=dataclasses.replace(GREEDY, max_tokens=65_536), prompt="a", open_ended=True),
+        Ask(params=GREEDY, messages=({"role": "user", "content": "x"},)),
+    ]
+    found = dict(llm.answer(asks))
+    assert sorted(found) == [0, 1, 2, 3]
+    assert found[0].outputs[0].token_ids == single[0].token_ids
+    assert str(found[1].error).startswith("Request mine has an empty prompt.")
+    # What was left open gives way to the room that the prompt leaves.
+    assert len(found[2].prompt_token_ids) + len(found[2].outputs[0].token_ids) == LIMIT
+    assert found[2].outputs[0].token_ids[:8] == single[1].token_ids
+    (chat,) = llm.chat([{"role": "user", "content": "x"}], GREEDY)
+    assert found[3].outputs[0].token_ids == chat.outputs[0].token_ids

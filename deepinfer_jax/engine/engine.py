@@ -104,13 +104,8 @@ class Engine:
         self._network, self._params, self._limits = network, params, limits
         self._depth = 1 if overlap and memory is None else 0
         self._memory, self._keep = memory, keep
-        state = init_state(
-            network,
-            slots=limits.slots,
-            positions=limits.table_pages * limits.page,
-            pages=limits.pages,
-        )
-        self._state = jax.device_put(state, replicated(mesh))
+        self._mesh = mesh
+        self._restart()
         self._programs = Programs(
             network,
             params,
@@ -122,6 +117,18 @@ class Engine:
             kept=kept,
         )
         self._buckets = plan_buckets(limits, keep if options.truncate else 0)
+        self._busy = False
+
+    def _restart(self) -> None:
+        """Nobody runs or waits, and all caches are empty."""
+        limits = self._limits
+        state = init_state(
+            self._network,
+            slots=limits.slots,
+            positions=limits.table_pages * limits.page,
+            pages=limits.pages,
+        )
+        self._state = jax.device_put(state, replicated(self._mesh))
         self._pool = PagePool(limits.pages)
         self._running = Running.empty(limits.slots)
         self._waiting: list[Waiting] = []
@@ -133,7 +140,6 @@ class Engine:
         self._aborted: set[int] = set()
         self._number = self._step = self._retired = 0
         self._collected = time.perf_counter()
-        self._busy = False
 
     @property
     def meter(self) -> Meter:
@@ -216,7 +222,8 @@ class Engine:
         """Run all to their end; after each step, yields the sequences that got a token or ended.
 
         An error of one never touches another. Raises RequestError when another run has not ended.
-        Closing the iterator aborts what is left.
+        Closing the iterator aborts what is left; whatever breaks a step off, an interrupt among
+        it, leaves an engine in which nobody runs.
         """
         if self._busy:
             raise RequestError(
@@ -225,17 +232,26 @@ class Engine:
                 "Read the other stream to its end or close it, or pass all prompts in one call.",
             )
         self._busy = True
-        mine = [self.add(sequence) for sequence in sequences]
-        self._collected = time.perf_counter()
         try:
-            while self.has_work:
-                touched = self.step()
-                if touched:
-                    yield touched
+            mine = [self.add(sequence) for sequence in sequences]
+            self._collected = time.perf_counter()
+            try:
+                while self.has_work:
+                    touched = self.step()
+                    if touched:
+                        yield touched
+            except GeneratorExit:
+                self._aborted.update(n for n in mine if n in self._sequences)
+                while self.has_work:
+                    self.step()
+                raise
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # Between launch and collection the host's books and the device's state may disagree.
+            self._restart()
+            raise
         finally:
-            self._aborted.update(n for n in mine if n in self._sequences)
-            while self.has_work:
-                self.step()
             self._busy = False
 
     def _plan(self) -> Plan:

@@ -190,3 +190,36 @@ def test_nothing_is_left_of_a_slot_s_last_owner(overlapped, plain, sequence_of):
     expected = alone(plain, sequence_of, again)
     drive(overlapped, [(0, s) for s in again])
     assert [s.output for s in again] == expected
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is gone")])
+def test_what_breaks_a_step_off_leaves_an_engine_that_runs(
+    overlapped, plain, sequence_of, monkeypatch, error
+):
+    fresh = [sequence_of(i, [90 + i] * 70) for i in range(3)]
+    expected = alone(plain, sequence_of, fresh)
+    collect, calls = overlapped._collect, []
+
+    def broken():
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+        return collect()
+
+    monkeypatch.setattr(overlapped, "_collect", broken)
+    with pytest.raises(type(error)):
+        list(overlapped.run([sequence_of(i, [70 + i] * 100, max_tokens=30) for i in range(6)]))
+    assert not overlapped.has_work
+    list(overlapped.run(fresh))
+    assert [s.output for s in fresh] == expected
+
+
+def test_a_stream_that_is_closed_gives_its_slots_and_pages_back(overlapped, plain, sequence_of):
+    stream = overlapped.run([sequence_of(i, [70 + i] * 100, max_tokens=30) for i in range(6)])
+    next(stream)
+    stream.close()
+    overlapped.pool.check([])
+    again = [sequence_of(0, [99] * 9)]
+    expected = alone(plain, sequence_of, again)
+    list(overlapped.run(again))
+    assert again[0].output == expected[0]
