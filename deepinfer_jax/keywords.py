@@ -55,17 +55,18 @@ SETTLED: Mapping[str, Settled] = {
     ),
     "gpu_memory_utilization": Settled(
         (1, 1.0),
-        "The cache has max_num_seqs x max_model_len positions whatever memory is left.",
-        "Leave it out, and set max_num_seqs and max_model_len, or XLA_PYTHON_CLIENT_MEM_FRACTION.",
+        "The cache has as many pages as are asked for, whatever memory is left.",
+        "Leave it out, and set pages, or set max_num_seqs and max_model_len.",
     ),
     "chunked_prefill": Settled(
         (True,),
         "A prompt longer than max_num_batched_tokens is always read in chunks.",
         "Leave it out, or set max_num_batched_tokens to the longest prompt that is to stay whole.",
     ),
-    # A sequence keeps its slot to the end, so nothing is preempted and either is true.
-    "stop_preempted_request": Settled((False, True), "No sequence is ever preempted."),
-    "tokens_per_block": Settled((-1,), "The cache is not cut into blocks."),
+    "stop_preempted_request": Settled(
+        (False,), "A sequence that gives up its pages is run again, and never ends for it."
+    ),
+    "tokens_per_block": Settled((-1, 128), "A page of the cache holds 128 tokens."),
     "lookahead_tokens": Settled((0,), "A chunk is scheduled however short it is."),
     "ignore_len": Settled((2**27,), "Prompts are bounded by max_model_len alone."),
     "disable_log_stats": Settled((True,), "There is no statistics line; LLM.meter has the counts."),
