@@ -28,6 +28,7 @@ class Variable(NamedTuple):
         default: the text that stands for an unset variable; empty when there is none.
         only: whether `default` is the one value that can be honoured.
         refused: whether no value can be honoured.
+        choices: the legal texts; empty for any of the kind.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Variable(NamedTuple):
     default: str = ""
     only: bool = False
     refused: bool = False
+    choices: tuple[str, ...] = ()
 
 
 _HONOURED = (
@@ -43,6 +45,14 @@ _HONOURED = (
     Variable("BATCH_INVARIANT", "bool", "1: a row's bits never depend on its batch", "0"),
     Variable("JIT_CACHE_DIR", "text", "folder that keeps compiled programs"),
     Variable("ENGRAM_FORCE_GPU_STORAGE", "bool", "1: Engram tables in device memory, 0: in host"),
+    Variable(
+        "YOCO_PREFILL_TRUNCATION_MODE",
+        "text",
+        "off, or bounded replay: mask, compact (the decoder's layers run a prompt's end only)",
+        "off",
+        choices=("off", "mask", "compact"),
+    ),
+    Variable("YOCO_PREFILL_KEEP_TOKENS", "int", "prompt tokens that bounded replay keeps", "0"),
 )
 # Why a feature is missing, then its variables: name, kind and, where one value describes what
 # happens anyway, that value.
@@ -59,11 +69,6 @@ _MISSING = (
         "DFLASH_CONFIDENCE_HEAD_TEMPERATURE text",
         "DECODE_PERF_CACHE_DIR text",
         "DECODE_PERF_CACHE_TTL_SEC int",
-    ),
-    (
-        "prefill truncation is not built yet, so every prompt row runs through every layer",
-        "YOCO_PREFILL_TRUNCATION_MODE text off",
-        "YOCO_PREFILL_KEEP_TOKENS int 0",
     ),
     (
         "expert load balancing is not built yet",
@@ -184,6 +189,8 @@ class Env:
         batch_invariant: None when not set, so that a config file can decide.
         compile_cache_dir: folder of compiled programs, or None.
         engram: where the Engram tables lie ("device" or "host"), or None when not set.
+        prefill_truncation: "off", "mask" or "compact", or None when not set.
+        prefill_keep_tokens: or None when not set.
         nextn: draft tokens per step.
         kernel_policy: how a kernel that cannot serve is treated.
         kernels: (op, kernel name) pairs of DEEPINFER_KERNEL_<OP>, sorted by op.
@@ -195,6 +202,8 @@ class Env:
     batch_invariant: bool | None = None
     compile_cache_dir: str | None = None
     engram: str | None = None
+    prefill_truncation: str | None = None
+    prefill_keep_tokens: int | None = None
     nextn: int = 0
     kernel_policy: str = "strict"
     kernels: tuple[tuple[str, str], ...] = ()
@@ -231,11 +240,14 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
             raise _unknown(name)
     engram = values.get("ENGRAM_FORCE_GPU_STORAGE")
     invariant = values.get("BATCH_INVARIANT")
+    keep = values.get("YOCO_PREFILL_KEEP_TOKENS")
     return Env(
         hf_model_dir=values.get("HF_MODEL_DIR"),
         batch_invariant=None if invariant is None else invariant == "1",
         compile_cache_dir=values.get("JIT_CACHE_DIR"),
         engram=None if engram is None else ("device" if engram == "1" else "host"),
+        prefill_truncation=values.get("YOCO_PREFILL_TRUNCATION_MODE"),
+        prefill_keep_tokens=None if keep is None else int(keep),
         nextn=int(values.get("USE_NEXTN_DECODE", "0")),
         kernel_policy=values.get("KERNEL_POLICY", "strict"),
         kernels=tuple(kernels),
@@ -264,7 +276,9 @@ def _check(variable: Variable, text: str) -> None:
         "float": "a number",
         "text": "a text that is not empty",
     }[kind]
-    if not _parses(kind, text):
+    if variable.choices:
+        wanted = f"one of {', '.join(variable.choices)}"
+    if not _parses(kind, text) or (variable.choices and text not in variable.choices):
         raise EnvError(
             f"{name} is {text!r}, which is not {wanted}.",
             "A value that is guessed at could turn a switch the wrong way.",

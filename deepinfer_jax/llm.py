@@ -4,27 +4,25 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import numpy as np
 
 from deepinfer_jax import env as environment
 from deepinfer_jax import settings
-from deepinfer_jax.assembly import assemble, host_memory
+from deepinfer_jax.assembly import assemble
 from deepinfer_jax.checkpoint.hub import resolve_model
 from deepinfer_jax.engine.admission import Admission, Request
-from deepinfer_jax.engine.engine import Engine, Meter
-from deepinfer_jax.engine.plan import Limits
+from deepinfer_jax.engine.engine import Meter
 from deepinfer_jax.engine.sequence import Sequence as Sample
+from deepinfer_jax.engine_settings import check_replay, make_engine
 from deepinfer_jax.errors import ConfigError, DeepInferError
-from deepinfer_jax.model.cache import pages_of
 from deepinfer_jax.ops.device import devices, free_bytes
 from deepinfer_jax.protocol.ask import Ask
 from deepinfer_jax.report.manifest import manifest
 from deepinfer_jax.report.plan import MemoryPlan
 from deepinfer_jax.request import RequestOutput
 from deepinfer_jax.runner.compile import keep_compiled
-from deepinfer_jax.runner.step import StepOptions
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.text.compressed_ids import check_compressed_map, compressed_token_map
 from deepinfer_jax.text.options import ChatOptions, check_options
@@ -93,30 +91,13 @@ class LLM:
             progress=progress,
             available_bytes=free_bytes(devices()[0]),
         )
-        self._engine = self._make_engine(token_map, kept)
+        check_replay(asked.engine, self.config)
+        self._engine = make_engine(asked.engine, self.assembled, token_map, kept, self._compiled)
         self._admission = Admission(self.tokenizer, self.config, self.max_model_len)
 
-    def _make_engine(self, token_map: np.ndarray, kept: Path | None) -> Engine:
-        asked, net = self._settings.engine, self.assembled
-        progress = self._progress
-
-        def report(name: str, seconds: float) -> None:
-            if progress is not None:
-                progress(f"compiled {name}", seconds, seconds)
-
-        return Engine(
-            net.network,
-            net.params,
-            net.mesh,
-            limits=_limits(asked, net.positions),
-            options=StepOptions(
-                draw=cast(Any, asked.sampler), logprobs=cast(Any, asked.logprobs_mode)
-            ),
-            overlap=asked.overlap,
-            memory=host_memory(net, token_map) if net.tables else None,
-            report=report,
-            kept=kept,
-        )
+    def _compiled(self, name: str, seconds: float) -> None:
+        if self._progress is not None:
+            self._progress(f"compiled {name}", seconds, seconds)
 
     @property
     def meter(self) -> Meter:
@@ -310,19 +291,6 @@ class LLM:
             revision=self._revision,
             tokenizer=self.tokenizer.digest,
         )
-
-
-def _limits(asked: settings.EngineConfig, positions: int) -> Limits:
-    """The engine's sizes for sequences of at most `positions` tokens."""
-    slots, longest = asked.max_num_seqs, pages_of(positions)
-    return Limits(
-        slots=slots,
-        rows=max(asked.max_num_batched_tokens, slots + 1),
-        pages=1 + slots * longest if asked.pages is None else 1 + asked.pages,
-        max_model_len=positions,
-        table_pages=longest,
-        updates=slots + 1 + longest,
-    )
 
 
 def _located(

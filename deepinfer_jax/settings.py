@@ -35,9 +35,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "engram": ("device", "host", "mmap"),
     "sampler": ("stable", "original"),
     "logprobs_mode": ("raw", "processed"),
+    "prefix_reuse": ("exact", "cache_exact", "bounded", "off"),
+    "prefill_truncation": ("off", "mask", "compact"),
 }
-_SWITCHES = frozenset({"batch_invariant", "overlap"})
+_SWITCHES = frozenset({"batch_invariant", "overlap", "prefill_first_exact"})
 _COUNTS = frozenset({"max_model_len", "max_num_seqs", "max_num_batched_tokens", "pages"})
+_AMOUNTS = frozenset({"swap_pages", "prefill_keep_tokens"})
 # These fields take "auto" in a file or in --set, which leaves the choice to the engine.
 _OPTIONAL = frozenset({"arithmetic", "max_model_len", "pages", "compile_cache_dir"})
 # Where a model lies and where compiled programs are kept cannot change a result and differ between
@@ -62,6 +65,15 @@ class EngineConfig:
         max_num_batched_tokens: rows of one step, of prompts and of running sequences together.
         pages: pages of 128 positions that the cache holds; None gives every sequence the pages of
             the longest one. With fewer, sequences wait for pages, or give them up and run again.
+        swap_pages: pages of preempted sequences that are kept in host memory; a sequence that does
+            not fit there is run again.
+        prefix_reuse: what a prompt takes over from earlier ones with the same beginning: "exact"
+            computes enough of it again for a cold run's results, "cache_exact" for a cold run's
+            pages, "bounded" one window only; "off" takes nothing over.
+        prefill_truncation: "off", or bounded replay of the decoder's layers: only the last prompt
+            tokens run through them. "compact" leaves the other rows out, "mask" hides them.
+        prefill_keep_tokens: how many prompt tokens these are.
+        prefill_first_exact: the decoder's first layer keeps the window keys of all prompt tokens.
         overlap: a step is launched before the results of the one before it are read.
         sampler: "stable" draws or the "original" engine's.
         logprobs_mode: "raw" (temperature 1, unfiltered) or "processed".
@@ -78,6 +90,11 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     pages: int | None = None
+    swap_pages: int = 0
+    prefix_reuse: str = "exact"
+    prefill_truncation: str = "off"
+    prefill_keep_tokens: int = 0
+    prefill_first_exact: bool = False
     overlap: bool = True
     sampler: str = "stable"
     logprobs_mode: str = "raw"
@@ -233,6 +250,8 @@ def _from_env(env: Env) -> dict[str, Any]:
         "batch_invariant": env.batch_invariant,
         "compile_cache_dir": env.compile_cache_dir,
         "engram": env.engram,
+        "prefill_truncation": env.prefill_truncation,
+        "prefill_keep_tokens": env.prefill_keep_tokens,
         "kernels": dict(env.kernels),
     }
     return {key: value for key, value in values.items() if value is not None}
@@ -265,6 +284,9 @@ def _checked(key: str, value: Any, source: str) -> Any:
     elif key in _COUNTS:
         legal = isinstance(value, int) and not isinstance(value, bool) and value > 0
         wanted = "a positive integer"
+    elif key in _AMOUNTS:
+        legal = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        wanted = "an integer that is not negative"
     elif key in _SWITCHES:
         legal, wanted = isinstance(value, bool), "true or false"
     else:

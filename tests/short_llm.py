@@ -35,6 +35,7 @@ def short_config(**changes: object) -> dict[str, Any]:
         "compress_ratios": [0, 0, 2, 1, 1, 0, 0, 0],
         "kv_source_layer_ids": [2, 3],
         "index_source_layer_ids": [2, 3, 4],
+        "engram_layer_ids": [1, 2],
         "candidate_source_layer_id": 3,
         "dspark_target_layer_ids": [2, 3, 4],
     }

@@ -25,6 +25,8 @@ def test_honoured_variables_arrive_parsed():
             "DEEPINFER_KERNEL_POLICY": "strict",
             "DEEPINFER_KERNEL_SPARSE_MLA": "xla",
             "DEEPINFER_USE_NEXTN_DECODE": "0",
+            "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "compact",
+            "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140",
             "XLA_FLAGS": "--xla_x=1",
         }
     )
@@ -35,6 +37,7 @@ def test_honoured_variables_arrive_parsed():
     assert read.kernel_policy == "strict"
     assert read.kernels == (("sparse_mla", "xla"),)
     assert read.nextn == 0
+    assert (read.prefill_truncation, read.prefill_keep_tokens) == ("compact", 140)
     assert read.xla_flags == "--xla_x=1"
     assert ("DEEPINFER_BATCH_INVARIANT", "1") in read.given
 
@@ -48,6 +51,12 @@ def test_a_boolean_is_zero_or_one_and_nothing_else(text):
 def test_a_number_that_does_not_parse_is_refused():
     with pytest.raises(EnvError, match="'five', which is not an integer"):
         env.read({"DEEPINFER_USE_NEXTN_DECODE": "five"})
+
+
+def test_a_choice_is_one_of_its_names():
+    with pytest.raises(EnvError) as caught:
+        env.read({"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "Compact"})
+    assert "MODE is 'Compact', which is not one of off, mask, compact" in caught.value.what
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
@@ -65,8 +74,6 @@ def test_a_name_like_no_other_is_refused_too():
     [
         ("DEEPINFER_USE_NEXTN_DECODE", "5", "no drafter is built yet"),
         ("DEEPINFER_ENABLE_MTP_VARLEN", "1", "no drafter is built yet"),
-        ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "compact", "truncation is not built yet"),
-        ("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "140", "truncation is not built yet"),
         ("DEEPINFER_KERNEL_POLICY", "auto", "without a trace"),
         ("DEEPINFER_NCCL_NUM_SMS", "32", "belong to XLA"),
         ("DEEPINFER_ACCELERATOR", "nvidia", "JAX_PLATFORMS"),

@@ -33,8 +33,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"runner", "sampling", "parallel", "text", "ops", "model", "protocol"} | ASKED | BASE,
     "report": {"runner", "model", "ops", "settings", "env"} | BASE,
     "assembly": {"runner", "model", "parallel", "checkpoint", "report", "ops", "settings"} | BASE,
+    "engine_settings": {"assembly", "engine", "runner", "model", "settings"} | BASE,
     "llm": {
-        *("assembly", "engine", "runner", "model", "checkpoint", "text", "sampling", "request"),
+        *(
+            "engine_settings",
+            "assembly",
+            "engine",
+            "runner",
+            "model",
+            "checkpoint",
+            "text",
+            "sampling",
+            "request",
+        ),
         *("settings", "env", "ops", "report", "sampling_params", "protocol"),
     }
     | BASE,

@@ -178,17 +178,17 @@ class Admission:
                 params = fitted(len(ids), self.limit)
             self._check(label or number, request.ids, params)
             seed = draw_seed() if params.seq_seed is None else params.seq_seed
-            request.samples = [
-                Sample(
+            for i in range(params.n):
+                sample = Sample(
                     request=number,
                     index=i,
                     prompt=np.asarray(request.ids, np.int32),
                     params=params,
                     seed=sample_seed(seed, i),
                     text=answer(params),
+                    leader=request.samples[0] if i else None,
                 )
-                for i in range(params.n)
-            ]
+                request.samples.append(sample)
         except DeepInferError as error:
             request.error = error
         return request

@@ -17,48 +17,23 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from deepinfer_jax.engine import plan as planning
-from deepinfer_jax.engine.buckets import Draws, fit, pack, plan_buckets
+from deepinfer_jax.engine.buckets import fit, pack, plan_buckets
+from deepinfer_jax.engine.meter import Meter as Meter
 from deepinfer_jax.engine.pages import PagePool
-from deepinfer_jax.engine.plan import Limits, Plan, Running, View, Waiting
-from deepinfer_jax.engine.planner import admission_order
+from deepinfer_jax.engine.plan import Limits, Plan
 from deepinfer_jax.engine.planner import plan as plan_step
+from deepinfer_jax.engine.prefix import Reuse
 from deepinfer_jax.engine.programs import Programs, Report
+from deepinfer_jax.engine.roster import Roster
 from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.engine.transfer import Transfer
 from deepinfer_jax.errors import DeepInferError, MemoryPlanError, RequestError
 from deepinfer_jax.runner.compile import replicated
-from deepinfer_jax.runner.layout import STOP_IDS, Bucket
+from deepinfer_jax.runner.layout import Bucket
 from deepinfer_jax.runner.schedule import StepInput
 from deepinfer_jax.runner.step import Network, Params, StepOptions, init_state
-from deepinfer_jax.sampling.philox import split64
 
 Memory = Callable[[np.ndarray, int, int], tuple[np.ndarray, ...]]
-_IN_SIGHT = 256  # waiting sequences that a plan considers
-
-
-@dataclass
-class Meter:
-    """What the engine has done, for tables and figures.
-
-    Attributes:
-        prompt_tokens, output_tokens: counts; a prompt that is run again counts again.
-        steps: launched.
-        prefill_s, decode_s: seconds of steps with and without prompt rows, from one collection to
-            the next; compiling is not part of them.
-        wait_s, decode_wait_s: of those, seconds in which the host waited for the device.
-        compile_s: seconds spent compiling.
-        preempted: sequences that gave up their pages.
-    """
-
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    steps: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    wait_s: float = 0.0
-    decode_wait_s: float = 0.0
-    compile_s: float = 0.0
-    preempted: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +58,8 @@ class Engine:
         options: StepOptions = StepOptions(),  # noqa: B008 - frozen
         overlap: bool = True,
         keep: int = 0,
+        reuse: Reuse | None = None,
+        host_pages: int = 0,
         memory: Memory | None = None,
         report: Report | None = None,
         kept: Path | None = None,
@@ -96,6 +73,9 @@ class Engine:
             overlap: launch a step before the one before it is read. Engram rows that the host
                 looks up need the tokens, so with `memory` every step is read first.
             keep: last prompt tokens that the decoder's layers run; 0: all.
+            reuse: how prefixes are shared; None: not at all.
+            host_pages: pages of preempted sequences that host memory may hold; what does not fit
+                is run again.
             memory: (token ids, start, stop) -> Engram rows, when the tables are off the device.
             report: called with a program's name and seconds after it was compiled.
             kept: folder of compiled programs, or None.
@@ -104,6 +84,7 @@ class Engine:
         self._network, self._params, self._limits = network, params, limits
         self._depth = 1 if overlap and memory is None else 0
         self._memory, self._keep = memory, keep
+        self._reuse, self._host_pages = reuse, host_pages
         self._mesh = mesh
         self._restart()
         self._programs = Programs(
@@ -116,7 +97,7 @@ class Engine:
             report=report,
             kept=kept,
         )
-        self._buckets = plan_buckets(limits, keep if options.truncate else 0)
+        self._buckets = plan_buckets(limits, keep if options.truncate == "compact" else 0)
         self._busy = False
 
     def _restart(self) -> None:
@@ -129,16 +110,17 @@ class Engine:
             pages=limits.pages,
         )
         self._state = jax.device_put(state, replicated(self._mesh))
-        self._pool = PagePool(limits.pages)
-        self._running = Running.empty(limits.slots)
-        self._waiting: list[Waiting] = []
-        self._sequences: dict[int, Sequence] = {}
-        self._prompts: dict[int, np.ndarray] = {}  # slot -> tokens to run before its next draw
-        self._tables: list[list[int]] = [[] for _ in range(limits.slots)]
-        self._draws = Draws.greedy(limits.slots)
+        self._roster = Roster(
+            limits,
+            self._meter,
+            eos=self._network.config.eos_token_id,
+            keep=self._keep,
+            reuse=self._reuse,
+            host_pages=self._host_pages,
+        )
+        self._transfer = Transfer(self._mesh, self._state)
         self._flights: deque[_Flight] = deque()
-        self._aborted: set[int] = set()
-        self._number = self._step = self._retired = 0
+        self._step = self._retired = 0
         self._collected = time.perf_counter()
 
     @property
@@ -149,7 +131,7 @@ class Engine:
     @property
     def pool(self) -> PagePool:
         """Who owns which page."""
-        return self._pool
+        return self._roster.pool
 
     @property
     def late(self) -> list[tuple[Bucket, int]]:
@@ -174,48 +156,35 @@ class Engine:
 
     def add(self, sequence: Sequence, *, priority: int = 0, deadline: float = float("inf")) -> int:
         """Queue a sequence; returns its number. `deadline` is on the clock of `time.monotonic`."""
-        self._number += 1
-        self._sequences[self._number] = sequence
-        p = sequence.params
-        length = len(sequence.prompt)
-        self._waiting.append(
-            Waiting(
-                request=self._number,
-                prompt=length,
-                limit=min(length + p.max_tokens, self._limits.max_model_len),
-                arrival=time.monotonic(),
-                deadline=deadline,
-                priority=priority,
-                keep=self._keep,
-            )
-        )
-        return self._number
+        return self._roster.add(sequence, priority=priority, deadline=deadline)
 
     def abort(self, number: int) -> None:
         """End a sequence with what it has; nothing happens if it has ended."""
-        if number in self._sequences:
-            self._aborted.add(number)
+        self._roster.abort(number)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._sequences or self._flights)
+        return bool(self._roster.sequences or self._flights)
 
     def step(self) -> list[Sequence]:
         """Launch the next step if there is one, take in results; returns who was touched."""
-        plan = self._plan()
-        touched = self._apply(plan)
+        roster = self._roster
+        view = roster.view(self._step + 1, self._retired)
+        plan, touched, moves = roster.settle(plan_step(view, self._limits, self._buckets))
+        self._state = self._transfer.run(self._state, moves, roster.sequences)
         launched = plan.bucket is not None
         if launched:
             self._launch(plan)
-        elif not self._flights and not touched and self._sequences:
+        elif not self._flights and not touched and not plan.preempted and roster.sequences:
             raise MemoryPlanError(
-                f"{len(self._waiting)} sequences wait and none can run.",
-                f"{self._pool.allocatable} of {self._limits.pages - 1} pages can be given.",
+                f"{roster.waiting} sequences wait and none can run.",
+                f"{roster.pool.allocatable} of {self._limits.pages - 1} pages can be given.",
                 "This is a fault of the planner; please report it with the sizes above.",
             )
         while len(self._flights) > (self._depth if launched else 0):
             touched += self._collect()
+        self._transfer.unload()
         return touched
 
     def run(self, sequences: Iterable[Sequence]) -> Iterator[list[Sequence]]:
@@ -241,7 +210,8 @@ class Engine:
                     if touched:
                         yield touched
             except GeneratorExit:
-                self._aborted.update(n for n in mine if n in self._sequences)
+                for number in mine:
+                    self.abort(number)
                 while self.has_work:
                     self.step()
                 raise
@@ -254,83 +224,16 @@ class Engine:
         finally:
             self._busy = False
 
-    def _plan(self) -> Plan:
-        view = View(
-            step=self._step + 1,
-            retired=self._retired,
-            now=time.monotonic(),
-            running=self._running,
-            waiting=self._next_in_line(),
-            allocatable=self._pool.allocatable,
-            pending=self._pool.pending,
-            frees=lambda slot: self._pool.frees(self._tables[slot]),
-            aborted=frozenset(self._aborted),
-        )
-        plan = plan_step(view, self._limits, self._buckets)
-        self._aborted.clear()
-        return plan
-
-    def _next_in_line(self) -> list[Waiting]:
-        """Those that the next steps could admit; the planner looks at a short list."""
-        if len(self._waiting) <= _IN_SIGHT:
-            return self._waiting
-        return admission_order(self._waiting, time.monotonic(), self._limits)[:_IN_SIGHT]
-
-    def _apply(self, plan: Plan) -> list[Sequence]:
-        """Take the plan's decisions over, pages included; returns whom they ended."""
-        over: list[Sequence] = []
-        for number, slot, reason in plan.ended:
-            if slot is not None:
-                self._release(slot)
-            over.append(self._forget(number))
-            over[-1].interrupt(reason)
-        for slot, mode in plan.preempted:
-            number = int(self._running.request[slot])
-            length = self._sequences[number].length
-            self._waiting.append(self._running.requeued(slot, length, mode))
-            self._release(slot)
-            self._meter.preempted += 1
-        for number, error in plan.refused:
-            over.append(self._forget(number))
-            over[-1].fail(error)
-        self._running = plan.running
-        for number, slot in plan.admitted:
-            self._waiting = [w for w in self._waiting if w.request != number]
-            self._admit(self._sequences[number], slot)
-        return over
-
-    def _admit(self, sequence: Sequence, slot: int) -> None:
-        p, d = sequence.params, self._draws
-        self._prompts[slot] = sequence.tokens
-        self._tables[slot] = []
-        d.temperature[slot], d.top_p[slot], d.top_k[slot] = p.temperature, p.top_p, p.top_k
-        d.seed[slot] = split64(sequence.seed)
-        eos = [] if p.ignore_eos else [self._network.config.eos_token_id]
-        # The device looks for a few of them; the host sees the others one step later.
-        stops = [*eos, *p.stop_token_ids][:STOP_IDS]
-        d.stops[slot] = stops + [-1] * (STOP_IDS - len(stops))
-
-    def _release(self, slot: int) -> None:
-        self._pool.release(self._tables[slot], int(self._running.last[slot]))
-        self._tables[slot] = []
-
-    def _forget(self, number: int) -> Sequence:
-        self._waiting = [w for w in self._waiting if w.request != number]
-        return self._sequences.pop(number)
-
     def _launch(self, plan: Plan) -> None:
         bucket = plan.bucket
         assert bucket is not None
-        plan = planning.place(plan, self._pool.allocate(plan.fresh))
-        for slot, place, page in plan.updates.tolist():
-            assert place == len(self._tables[slot])
-            self._tables[slot].append(page)
+        roster = self._roster
         drawing = [
             (part, int(plan.running.request[plan.slot[part]]))
             for part in np.flatnonzero(plan.draws).tolist()
         ]
-        ints, floats = pack(plan, self._draws, self._prompts, self._forced(plan, drawing))
-        wanted = [self._sequences[n].params.logprobs or 0 for _, n in drawing]
+        ints, floats = pack(plan, roster.draws, roster.prompts, self._forced(plan, drawing))
+        wanted = [roster.sequences[n].params.logprobs or 0 for _, n in drawing]
         top = _top(max(wanted, default=0), self._network.config.vocab_size)
         before = self._programs.compile_s
         program = self._programs.get(bucket, top)
@@ -342,12 +245,15 @@ class Engine:
         self._step = plan.step
         self._meter.steps += 1
         self._meter.prompt_tokens += int(plan.count[plan.prefill].sum())
+        if bucket.decoder_rows < bucket.rows:
+            kept = np.clip(plan.running.keep_from[plan.slot] - plan.start, 0, plan.count)
+            self._meter.skipped_rows += int(kept.sum())
         self._flights.append(_Flight(plan, drawing, out))
 
     def _forced(self, plan: Plan, drawing: list[tuple[int, int]]) -> np.ndarray | None:
         forced = None
         for part, number in drawing:
-            sequence, slot = self._sequences[number], plan.slot[part]
+            sequence, slot = self._roster.sequences[number], plan.slot[part]
             if sequence.params.golden_token_ids is not None:
                 # What is in flight has drawn already: the count comes from the plan.
                 index = int(plan.start[part] + plan.count[part]) - len(sequence.prompt)
@@ -364,7 +270,7 @@ class Engine:
             return None
         at = 0
         for slot, start, count in zip(plan.slot, plan.start, plan.count, strict=True):
-            sequence = self._sequences[int(plan.running.request[slot])]
+            sequence = self._roster.sequences[int(plan.running.request[slot])]
             if sequence.finished:
                 at += int(count)
                 continue  # its rows could not be read in an earlier chunk
@@ -385,14 +291,14 @@ class Engine:
         out = jax.device_get(flight.out)
         now = time.perf_counter()
         self._count(flight.plan, now - before, now)
-        self._pool.retire(flight.plan.step)
+        self._roster.pool.retire(flight.plan.step)
         self._retired = flight.plan.step
         touched: list[Sequence] = []
         tokens, bad = out.draw.token.tolist(), out.draw.bad.tolist()
         raw = self._programs.logprobs == "raw"
         chosen = out.draw.raw_logprob if raw else out.draw.processed_logprob
         for part, number in flight.drawing:
-            sequence = self._sequences.get(number)
+            sequence = self._roster.sequences.get(number)
             if sequence is None:
                 continue  # it ended in the step before; what it drew here never was
             if not sequence.finished and bad[part]:
@@ -409,16 +315,11 @@ class Engine:
                 )
                 self._meter.output_tokens += 1
             touched.append(sequence)
+        self._roster.publish(flight.plan)
+        for sequence in touched:
             if sequence.finished:
-                self._end(number)
+                self._roster.end(sequence.number)
         return touched
-
-    def _end(self, number: int) -> None:
-        slots = np.flatnonzero(self._running.request == number)
-        for slot in slots.tolist():
-            self._release(slot)
-        self._running = self._running.without(slots)
-        self._forget(number)
 
     def _count(self, plan: Plan, waited: float, now: float) -> None:
         spent, self._collected = now - self._collected, now

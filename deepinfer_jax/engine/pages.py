@@ -1,6 +1,6 @@
 """Who owns which page of the paged cache, and which finished pages other requests may read.
 
-A page number is held (by running sequences and by pins of matches), pending (nobody holds it, but
+A page number is held (by running sequences), pending (nobody holds it, but
 a launched step may still touch it), cached (published under a key and held by nobody) or free.
 Everything happens on the host and between steps; no call waits.
 """
@@ -127,12 +127,6 @@ class PagePool:
             found.append(page)
         return found
 
-    def match(self, keys: Iterable[bytes], accept: Callable[[Provenance], bool]) -> list[int]:
-        """What `find` finds, shared: pins, each of which the caller releases once."""
-        found = self.find(keys, accept)
-        self.share(found)
-        return found
-
     def publish(self, page: int, key: bytes, parent: bytes, provenance: Provenance) -> bool:
         """Let others read a held page, full and committed, under `key`.
 
@@ -163,18 +157,6 @@ class PagePool:
     def idle(self, pages: Iterable[int]) -> int:
         """How many of the pages count as allocatable, which they no longer do once shared."""
         return sum(page in self._cached for page in pages)
-
-    def copy_on_write(self, page: int, fence: int) -> int:
-        """The page to write to in place of `page`, which the caller holds.
-
-        The same number when nobody else holds or reads it. Else a new page, to which the caller
-        copies the bytes in step `fence`; its hold moves there. Raises as `allocate`.
-        """
-        if self._holders[page] == 1 and page not in self._entries:
-            return page
-        copy = self.allocate(1)[0]
-        self.release([page], fence)
-        return copy
 
     def check(self, held: Iterable[Iterable[int]] | None = None) -> None:
         """Assert that every page has one place; with `held`, every holder's list, also by whom."""

@@ -35,6 +35,7 @@ class Limits:
         max_model_len: longest sequence, in tokens.
         table_pages: width of a slot's page table.
         updates: page-table entries that one step can send.
+        look_back: tokens that run before the replay of a hit, for their ids alone; even.
         aging_s: seconds of waiting that count as one level of priority.
         strikes: preemptions after which a sequence is admitted next, all its pages set aside.
 
@@ -49,6 +50,7 @@ class Limits:
     max_model_len: int
     table_pages: int
     updates: int
+    look_back: int = 0
     aging_s: float = 10.0
     strikes: int = 3
 
@@ -94,6 +96,9 @@ class Waiting:
         preempted: how often.
         swapped: positions whose pages and slot state lie in host memory; they come back as they
             were, before the step runs.
+        fork: `pages` are those of a running sample of the same request, whose prompt has just been
+            launched; its slot's state is copied before the step runs, and only the prompt's last
+            token is run again.
     """
 
     request: int
@@ -108,6 +113,7 @@ class Waiting:
     keep: int = 0
     preempted: int = 0
     swapped: int = 0
+    fork: bool = False
 
 
 def refusal(waiting: Waiting, limits: Limits) -> DeepInferError | None:
@@ -190,16 +196,19 @@ class Running:
 
         To be called on the `running` that the plan was made from.
         """
-        computed = int(self.computed[slot])
+        computed, prompt, keep = (int(x[slot]) for x in (self.computed, self.prompt, self.keep))
+        if mode == "recompute":
+            # The same rows as before skip the decoder's layers, so that the results stay.
+            prompt, keep = length, keep and keep + length - prompt
         return Waiting(
             request=int(self.request[slot]),
-            prompt=int(self.prompt[slot]) if mode == "swap" else length,
+            prompt=prompt,
             limit=int(self.limit[slot]),
             arrival=float(self.arrival[slot]),
             deadline=float(self.deadline[slot]),
             priority=int(self.priority[slot]),
             replay=int(self.replay[slot]),
-            keep=int(self.keep[slot]),
+            keep=keep,
             preempted=int(self.preempted[slot]) + 1,
             swapped=computed if mode == "swap" else 0,
         )

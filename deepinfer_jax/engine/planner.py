@@ -271,9 +271,7 @@ def _admit(
             continue
         if not free:
             break
-        ahead, start = hit(min(len(w.pages), limits.hit_pages), w.prompt, w.replay, limits.page)
-        if w.swapped:
-            ahead, start = 0, w.swapped
+        ahead, floor, start = _begin(w, limits)
         held = ahead // limits.page
         certain = w.preempted >= limits.strikes
         whole = limits.pages_for(w.limit - 1 if certain else max(w.prompt, w.swapped + 1))
@@ -284,7 +282,7 @@ def _admit(
         for name in ("request", "prompt", "limit", "priority", "preempted", "replay", "keep"):
             getattr(run, name)[slot] = getattr(w, name)
         run.arrival[slot], run.deadline[slot] = w.arrival, w.deadline
-        run.write_from[slot], run.floor[slot] = ahead, start if ahead else 0
+        run.write_from[slot], run.floor[slot] = ahead, floor
         run.computed[slot] = draft.start[slot] = start
         run.allocated[slot] = draft.held[slot] = held
         run.order[slot] = run.order.max() + 1
@@ -297,3 +295,13 @@ def _admit(
             break
         admitted.append((w.request, slot))
     return admitted, refused
+
+
+def _begin(w: Waiting, limits: Limits) -> tuple[int, int, int]:
+    """(positions that are read from shared pages, window floor, first position to run)."""
+    if w.swapped:
+        return 0, 0, w.swapped
+    if w.fork:
+        return len(w.pages) * limits.page, 0, w.prompt - 1
+    ahead, floor = hit(min(len(w.pages), limits.hit_pages), w.prompt, w.replay, limits.page)
+    return ahead, floor, max(floor - limits.look_back, 0)

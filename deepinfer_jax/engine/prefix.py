@@ -105,6 +105,29 @@ def accepts(mode: Mode) -> Callable[[Provenance], bool]:
     return lambda provenance: mode == "bounded" or provenance.kind != "bounded"
 
 
+@dataclass(frozen=True)
+class Reuse:
+    """How one engine shares prefixes.
+
+    Attributes:
+        mode: what a hit promises.
+        replay: tokens before the end of a hit that are computed again, from `replay`.
+        root: key before the first page, from `root_key`.
+    """
+
+    mode: Mode
+    replay: int
+    root: bytes
+
+    def accepts(self, provenance: Provenance) -> bool:
+        """Whether a page may be read."""
+        return accepts(self.mode)(provenance)
+
+    def written_after(self, chain: Iterable[Provenance]) -> Provenance:
+        """The provenance of pages written by a run that read `chain`."""
+        return written_after(self.mode, chain)
+
+
 def replay(mode: Mode, window: int, layers: int, encoder_layers: int, page: int = PAGE) -> int:
     """How many tokens before the end of a hit are computed again, in whole pages.
 

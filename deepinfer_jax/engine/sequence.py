@@ -23,7 +23,9 @@ class Sequence:
         seed: the 64-bit seed of its draws.
         text: takes the generated tokens.
         output: generated tokens so far.
-        slot: its place in the caches while it runs, else None.
+        leader: the first sample of the same prompt, whose caches it may take over; None for that.
+        number: the engine's, once it has one.
+        cached: prompt tokens that were not run, because an earlier sequence had.
     """
 
     request: int
@@ -33,7 +35,9 @@ class Sequence:
     seed: int
     text: OutputText
     output: list[int] = field(default_factory=list)
-    slot: int | None = None
+    leader: "Sequence | None" = None
+    number: int = 0
+    cached: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: DeepInferError | None = None

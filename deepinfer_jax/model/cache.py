@@ -64,13 +64,16 @@ class Rows:
         row = index[:, None] - steps
         return position, in_step, jnp.where(in_step, row, 0)
 
-    def writable(self, ring: int) -> jax.Array:
+    def writable(self, ring: int, *, floored: bool = True) -> jax.Array:
         """The slot for rows that a ring of `ring` positions keeps, an impossible slot for others.
 
         Of a chunk longer than the ring only the last rows are written, so that no two rows of a
-        step meet in one place.
+        step meet in one place. With `floored`, rows below their floor are not written.
         """
-        keep = self.valid & (self.position >= jnp.maximum(self.stop - ring, self.floor))
+        first = self.stop - ring
+        if floored:
+            first = jnp.maximum(first, self.floor)
+        keep = self.valid & (self.position >= first)
         return jnp.where(keep, self.slot, _NOWHERE)
 
 

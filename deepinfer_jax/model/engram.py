@@ -72,7 +72,9 @@ def look_back(
     ids = jnp.where(position < 0, -1, ids)
     blocked = jax.lax.cummax((ids < 0).astype(jnp.int32), axis=1) > 0
     pad = token_map[config.engram_pad_token_id]
-    history = history.at[rows.writable(size), rows.position % size].set(own, mode="drop")
+    # Below a window floor too: a replay is led by rows that run for nothing but their ids.
+    place = rows.writable(size, floored=False), rows.position % size
+    history = history.at[place].set(own, mode="drop")
     return jnp.where(blocked, pad, ids), history
 
 

@@ -60,7 +60,8 @@ class ForwardOut:
 
     Attributes:
         hidden: [m, d], collapsed streams before the final norm.
-        taps: [taps, m, d], stream means at the inputs of the drafter's target layers.
+        taps: [taps, m, d], stream means at the inputs of the drafter's target layers, of the m rows
+            alone also where the layer took all.
         cache: the caches with this step's rows written.
         trace: named arrays when traced, else empty; layer arrays are called `L{l}.name`.
     """
@@ -406,7 +407,10 @@ def forward(
         if plan.owns_kv:
             assert shared.source is not None
             sources[place[plan.layer]] = shared.source
-        taps += [out.mean[i] for i, p in enumerate(run) if p.tap]
+        means = out.mean
+        if kept is not None and kept.index is not None and plan.layer < first:
+            means = means[:, kept.index]
+        taps += [means[i] for i, p in enumerate(run) if p.tap]
         for name, value in out.trace.items():
             trace |= {f"L{p.layer}.{name}": value[i] for i, p in enumerate(run)}
     hidden = collapse(residual)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -21,6 +22,7 @@ from deepinfer_jax.files import replacing
 from deepinfer_jax.model.transformer import Network, forward, unembed
 from deepinfer_jax.ops.device import devices
 from deepinfer_jax.runner.layout import Bucket
+from deepinfer_jax.runner.slots import PAGES, put, take
 from deepinfer_jax.runner.step import OUTPUT_STRUCTURE, StepOptions, step
 
 # XLA may keep bfloat16 intermediates in float32, which would skip roundings that the arithmetic
@@ -112,6 +114,20 @@ def compile_step(
         return jax.tree.unflatten(out_tree, executable(*jax.tree.leaves(given)))
 
     return run
+
+
+def compile_moves(mesh: Mesh, state: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`runner.slots.take` and `put`, compiled for a state or its shapes.
+
+    `put` donates the state.
+    """
+    whole = replicated(mesh)
+    state = abstract(state, whole)
+    slot, pages = abstract((np.int32(0), np.zeros(PAGES, np.int32)), whole)
+    out = jax.jit(take, in_shardings=whole, out_shardings=whole).lower(state, slot, pages)
+    held = abstract(jax.eval_shape(take, state, slot, pages), whole)
+    back = jax.jit(put, in_shardings=whole, out_shardings=whole, donate_argnums=(0,))
+    return out.compile(), back.lower(state, held, slot, pages).compile()
 
 
 def _exported(path: Path, program: Any, leaves: list[Any]) -> export.Exported:

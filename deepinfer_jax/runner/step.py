@@ -27,13 +27,14 @@ class StepOptions:
         draw: `stable` or `original`, the two samplers.
         logprobs: `raw` or `processed`, which distribution the top log-probs describe.
         top: how many top log-probs to return.
-        truncate, first_exact: bounded replay of the decoder, see `runner.schedule.derive`.
+        truncate, first_exact: bounded replay of the decoder, see `runner.schedule.derive`; `mask`
+            runs all rows, `compact` the kept ones where the bucket has fewer decoder rows.
     """
 
     draw: Literal["stable", "original"] = "stable"
     logprobs: Literal["raw", "processed"] = "raw"
     top: int = 0
-    truncate: bool = False
+    truncate: Literal["off", "mask", "compact"] = "off"
     first_exact: bool = False
 
 
@@ -77,7 +78,9 @@ def step(
         options: what the program is built for.
     """
     cache = with_pages(state.cache, inputs, bucket)
-    plan = derive(state, inputs, bucket, truncate=options.truncate, first_exact=options.first_exact)
+    plan = derive(
+        state, inputs, bucket, truncate=options.truncate != "off", first_exact=options.first_exact
+    )
     out = forward(params, cache, plan.rows, inputs.memory, kept=plan.kept, net=net)
     with jax.named_scope("head"):
         logits = unembed(params, out.hidden[plan.take], net)

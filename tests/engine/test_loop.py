@@ -1,62 +1,10 @@
 """The loop on a real network: every order of events writes the tokens of a lone sequence."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-from short_llm import LIMIT
+from short_engine import SLOTS, alone, drive, requests
 
-from deepinfer_jax import SamplingParams
-from deepinfer_jax.engine.engine import Engine
-from deepinfer_jax.engine.plan import Limits
-from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.errors import MemoryPlanError, RequestError
-from deepinfer_jax.model.cache import pages_of
-from deepinfer_jax.runner.compile import keep_compiled
-from deepinfer_jax.text.output import PlainText
-
-SLOTS, TABLE = 4, pages_of(LIMIT)
-LIMITS = Limits(
-    slots=SLOTS,
-    rows=64,
-    pages=1 + SLOTS * TABLE,
-    max_model_len=LIMIT,
-    table_pages=TABLE,
-    updates=SLOTS + 1 + TABLE,
-)
-
-
-@pytest.fixture(scope="module")
-def engine_of(llm, compiled):
-    """Engines on the short network; their programs are those of the other tests' engine."""
-    net, kept = llm.assembled, keep_compiled(compiled)
-
-    def made(**options):
-        limits = dataclasses.replace(LIMITS, **options.pop("limits", {}))
-        return Engine(net.network, net.params, net.mesh, limits=limits, kept=kept, **options)
-
-    return made
-
-
-@pytest.fixture(scope="module")
-def sequence_of(llm):
-    def made(number, prompt, **params):
-        defaults = {"temperature": 0.8, "max_tokens": 12, "ignore_eos": True}
-        return Sequence(
-            request=number,
-            index=0,
-            prompt=np.asarray(prompt, np.int32),
-            params=SamplingParams(**(defaults | params)),
-            seed=1000 + number,
-            text=PlainText(llm.tokenizer, ()),
-        )
-
-    return made
-
-
-@pytest.fixture(scope="module")
-def plain(engine_of):
-    return engine_of(overlap=False)
 
 
 @pytest.fixture(scope="module")
@@ -68,43 +16,6 @@ def overlapped(engine_of):
 def short_of_pages(engine_of):
     """Three pages for four slots: sequences wait for pages and give them up."""
     return engine_of(limits={"pages": 1 + 3})
-
-
-def drive(engine, arrivals, aborts=()):
-    """Run to the end; `arrivals` are (step, sequence), `aborts` (step, place of the sequence)."""
-    numbers, step = {}, 0
-    while engine.has_work or len(numbers) < len(arrivals):
-        for place, (when, sequence) in enumerate(arrivals):
-            if when == step:
-                numbers[place] = engine.add(sequence)
-        for when, place in aborts:
-            if when == step and place in numbers:
-                engine.abort(numbers[place])
-        if engine.has_work:
-            engine.step()
-        step += 1
-        assert step < 3000, "the engine does not come to an end"
-    engine.pool.check([])
-    assert engine.pool.pending == 0
-
-
-def requests(sequence_of, seed, count, longest):
-    rng = np.random.default_rng(seed)
-    made = []
-    for number in range(count):
-        prompt = rng.integers(3, 250, int(rng.integers(1, longest)))
-        made.append(sequence_of(number, prompt, max_tokens=int(rng.integers(1, 20))))
-    return made, rng
-
-
-def alone(engine, sequence_of, sequences):
-    """The tokens of each sequence when nobody else runs."""
-    tokens = []
-    for s in sequences:
-        one = sequence_of(s.request, s.prompt, max_tokens=s.params.max_tokens)
-        drive(engine, [(0, one)])
-        tokens.append(one.output)
-    return tokens
 
 
 def test_all_orders_of_events_write_the_same_tokens(plain, overlapped, short_of_pages, sequence_of):

@@ -16,6 +16,13 @@ def chain(count, salt=b""):
     return page_keys(b"ns", salt, range(2 * count), page=2)
 
 
+def pinned(pool, keys, accept):
+    """What is found of a prefix, shared."""
+    found = pool.find(keys, accept)
+    pool.share(found)
+    return found
+
+
 def published(pool, keys):
     """Pages held by the caller and published under a chain."""
     pages = pool.allocate(len(keys))
@@ -69,7 +76,7 @@ def test_a_released_chain_is_given_up_from_its_end():
     pool.release(pages, fence=0)
     assert pool.allocatable == pool.cached == 3
     assert pool.allocate(1) == [pages[2]]
-    assert pool.match(keys, accepts("exact")) == pages[:2]
+    assert pinned(pool, keys, accepts("exact")) == pages[:2]
 
 
 def test_what_was_used_last_is_given_up_last():
@@ -78,7 +85,7 @@ def test_what_was_used_last_is_given_up_last():
     first, second = published(pool, a), published(pool, b)
     pool.release(first, fence=0)
     pool.release(second, fence=0)
-    pool.release(pool.match(a, accepts("exact")), fence=0)
+    pool.release(pinned(pool, a, accepts("exact")), fence=0)
     assert pool.allocate(2) == second[::-1]
     assert pool.find(a, accepts("exact")) == first and not pool.find(b, accepts("exact"))
 
@@ -118,18 +125,6 @@ def test_the_first_writer_of_a_key_wins():
         pool.publish(first, b"other", b"root", COLD)
 
 
-def test_a_shared_page_is_copied_before_it_is_written():
-    pool = PagePool(4)
-    (page,) = pool.allocate(1)
-    assert pool.copy_on_write(page, fence=1) == page
-    pool.share([page])
-    copy = pool.copy_on_write(page, fence=1)
-    assert copy != page
-    pool.check([[page], [copy]])
-    pool.publish(page, b"key", b"root", COLD)
-    assert pool.copy_on_write(page, fence=2) not in (page, copy)
-
-
 def test_what_an_end_frees_at_once():
     pool = PagePool(6)
     pages = pool.allocate(3)
@@ -167,7 +162,7 @@ def test_many_hits_leave_no_trace():
     pool, keys = PagePool(4), chain(3)
     pool.release(published(pool, keys), fence=0)
     for _ in range(1000):
-        pool.release(pool.match(keys, accepts("exact")), fence=0)
+        pool.release(pinned(pool, keys, accepts("exact")), fence=0)
     assert len(pool._leaves) <= 2 * pool.pages + 3
     assert pool.allocate(3)
 
@@ -232,7 +227,7 @@ class Pool(RuleBasedStateMachine):
         accept = accepts("bounded" if bounded else "exact")
         found = self.pool.find(keys, accept)
         idle = self.pool.idle(found)
-        assert self.pool.match(keys, accept) == found
+        assert pinned(self.pool, keys, accept) == found
         assert self.pool.allocatable == allocatable - idle
         assert [self.content[p] for p in found] == keys[: len(found)], "another's bytes"
         self.pins.append(found)
@@ -249,31 +244,19 @@ class Pool(RuleBasedStateMachine):
         else:
             self.drop(pin, 0)
 
-    @precondition(lambda self: any(s["pages"] for s in self.sequences))
+    @precondition(lambda self: self.pool.allocatable and any(s["pages"] for s in self.sequences))
     @rule(data=st.data())
     def fork(self, data):
+        """All full pages are shared; the last one, which both go on writing, becomes two."""
         able = [s for s in self.sequences if s["pages"]]
         sequence = data.draw(st.sampled_from(able))
-        pages = list(sequence["pages"])
-        self.pool.share(pages)
-        self.sequences.append({**sequence, "pages": pages})
-
-    @precondition(lambda self: any(s["pages"] for s in self.sequences))
-    @rule(data=st.data())
-    def write_last(self, data):
-        able = [s for s in self.sequences if s["pages"]]
-        sequence = data.draw(st.sampled_from(able))
-        page = sequence["pages"][-1]
-        alone = Counter(p for pages in self.held() for p in pages)[page] == 1
-        if alone and page not in self.content:
-            assert self.pool.copy_on_write(page, self.step) == page
-        elif self.pool.allocatable:
-            copy = self.pool.copy_on_write(page, self.step)
-            assert copy != page and self.fence[copy] <= self.retired
-            self.content.pop(copy, None)
-            self.fence[page] = max(self.fence[page], self.step)
-            sequence["pages"][-1] = copy
-            sequence["written"] = min(sequence["written"], len(sequence["pages"]) - 1)
+        shared = list(sequence["pages"][:-1])
+        self.pool.share(shared)
+        (own,) = self.pool.allocate(1)
+        assert self.fence[own] <= self.retired
+        self.content.pop(own, None)
+        written = min(sequence["written"], len(shared))
+        self.sequences.append({**sequence, "pages": [*shared, own], "written": written})
 
     def drop(self, pages, fence):
         self.pool.release(pages, fence)

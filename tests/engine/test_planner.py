@@ -279,7 +279,7 @@ def test_a_preempted_sequence_waits_as_it_came():
         preempted=1,
     )
     run = first_plan(limits(), came).running
-    assert run.requeued(0, 9, "recompute") == replace(came, prompt=9, preempted=2)
+    assert run.requeued(0, 9, "recompute") == replace(came, prompt=9, keep=8, preempted=2)
     assert run.requeued(0, 9, "swap") == replace(came, preempted=2, swapped=4)
 
 

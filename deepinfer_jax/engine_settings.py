@@ -1,0 +1,129 @@
+"""From settings and a network to an engine: its sizes, what prefixes share, bounded replay."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from deepinfer_jax.assembly import Assembled, host_memory
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.plan import Limits
+from deepinfer_jax.engine.prefix import Reuse, replay, root_key
+from deepinfer_jax.engine.programs import Report
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.model.cache import BACKTRACK, PAGE, pages_of
+from deepinfer_jax.model.transformer import decoder_start
+from deepinfer_jax.runner.step import StepOptions
+from deepinfer_jax.settings import EngineConfig
+
+
+def check_replay(asked: EngineConfig, config: ModelConfig) -> None:
+    """Refuse bounded replay of the decoder that this network cannot run, or that keeps too little.
+
+    At least a window and the positions that rejected drafts take back must stay.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    mode, keep = asked.prefill_truncation, asked.prefill_keep_tokens
+    least = config.sliding_window + BACKTRACK
+    names = "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS (engine.prefill_keep_tokens)"
+    if mode == "off" and keep:
+        raise ConfigError(
+            f"{names} is {keep}, but prefill truncation is off.",
+            "Every prompt token runs through every layer, so the number would change nothing.",
+            "Set DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE to mask or compact, or the number to 0.",
+        )
+    if mode == "off":
+        return
+    if keep < least:
+        raise ConfigError(
+            f"{names} is {keep}; with truncation mode {mode} at least {least} are needed.",
+            f"The decoder's window is {config.sliding_window} tokens, and {BACKTRACK} more must "
+            "stay for drafts that are rejected.",
+            f"Set it to {least} or more; 140 is the published value for a window of 128.",
+        )
+    first = decoder_start(config)
+    late = [layer for layer in config.engram_layer_ids if layer >= first]
+    if late:
+        raise ConfigError(
+            f"Prefill truncation is {mode}, but layers {late} of the decoder have Engram memory.",
+            f"The decoder begins at layer {first}, and its memory needs every token of a prompt.",
+            "Set DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE=off for this network.",
+        )
+
+
+def limits_of(asked: EngineConfig, config: ModelConfig, positions: int) -> Limits:
+    """The engine's sizes for sequences of at most `positions` tokens."""
+    slots, longest = asked.max_num_seqs, pages_of(positions)
+    back = config.engram_max_ngram_size - 1
+    return Limits(
+        slots=slots,
+        rows=max(asked.max_num_batched_tokens, slots + 1),
+        pages=1 + slots * longest if asked.pages is None else 1 + asked.pages,
+        max_model_len=positions,
+        table_pages=longest,
+        updates=slots + 1 + longest,
+        look_back=back + back % 2,
+    )
+
+
+def reuse_of(asked: EngineConfig, net: Assembled) -> Reuse | None:
+    """How prefixes are shared, or None. A mode of its own is a key space of its own."""
+    mode, config = asked.prefix_reuse, net.network.config
+    if mode == "off":
+        return None
+    last_source = max(config.kv_source_layer_ids, default=0)
+    space = {
+        "weights": net.digest,
+        "arithmetic": net.network.arithmetic.name,
+        "kernels": [(row.op, row.kernel) for row in net.network.ops.rows()],
+        "page": PAGE,
+        "approximate": mode == "bounded",
+    }
+    return Reuse(
+        mode=cast(Any, mode),
+        replay=replay(
+            cast(Any, mode), config.sliding_window, config.num_hidden_layers, last_source
+        ),
+        root=root_key(json.dumps(space, sort_keys=True).encode(), b""),
+    )
+
+
+def make_engine(
+    asked: EngineConfig,
+    net: Assembled,
+    token_map: np.ndarray,
+    kept: Path | None = None,
+    report: Report | None = None,
+) -> Engine:
+    """An engine on an assembled network.
+
+    Args:
+        asked: the settings; checked by `check_replay` before.
+        net: the network on its device.
+        token_map: int32 [vocab], compressed token ids.
+        kept: folder of compiled programs, or None.
+        report: called with a program's name and seconds after it was compiled.
+    """
+    return Engine(
+        net.network,
+        net.params,
+        net.mesh,
+        limits=limits_of(asked, net.network.config, net.positions),
+        options=StepOptions(
+            draw=cast(Any, asked.sampler),
+            logprobs=cast(Any, asked.logprobs_mode),
+            truncate=cast(Any, asked.prefill_truncation),
+            first_exact=asked.prefill_first_exact,
+        ),
+        overlap=asked.overlap,
+        keep=asked.prefill_keep_tokens,
+        reuse=reuse_of(asked, net),
+        host_pages=asked.swap_pages,
+        memory=host_memory(net, token_map) if net.tables else None,
+        report=report,
+        kept=kept,
+    )

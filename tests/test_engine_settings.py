@@ -1,0 +1,49 @@
+import dataclasses
+
+import pytest
+
+from deepinfer_jax.engine_settings import check_replay, limits_of
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.settings import EngineConfig, load
+
+
+@pytest.fixture(scope="module")
+def flash():
+    return load("v41_flash").model_config()
+
+
+def asked(mode="compact", keep=140):
+    return EngineConfig(prefill_truncation=mode, prefill_keep_tokens=keep)
+
+
+@pytest.mark.parametrize("mode", ["mask", "compact"])
+@pytest.mark.parametrize("keep", [0, 120, 133])
+def test_bounded_replay_keeps_a_window_and_what_drafts_take_back(flash, mode, keep):
+    with pytest.raises(ConfigError) as caught:
+        check_replay(asked(mode, keep), flash)
+    assert str(caught.value) == (
+        f"DEEPINFER_YOCO_PREFILL_KEEP_TOKENS (engine.prefill_keep_tokens) is {keep}; with "
+        f"truncation mode {mode} at least 134 are needed. The decoder's window is 128 tokens, and "
+        "6 more must stay for drafts that are rejected. Set it to 134 or more; 140 is the "
+        "published value for a window of 128."
+    )
+    check_replay(asked(mode, 134), flash)
+
+
+def test_a_number_that_would_do_nothing_is_refused(flash):
+    with pytest.raises(ConfigError, match="is 140, but prefill truncation is off"):
+        check_replay(asked("off", 140), flash)
+    check_replay(asked("off", 0), flash)
+
+
+def test_a_decoder_with_engram_memory_cannot_leave_rows_out():
+    tiny = load("tiny").model_config()
+    check_replay(asked(), tiny)
+    late = dataclasses.replace(tiny, engram_layer_ids=(1, tiny.num_hidden_layers - 1))
+    with pytest.raises(ConfigError, match=r"layers \[\d+\] of the decoder have Engram memory"):
+        check_replay(asked(), late)
+
+
+def test_a_step_always_holds_every_sequence_and_a_prompt_row(flash):
+    limits = limits_of(EngineConfig(max_num_seqs=64, max_num_batched_tokens=16), flash, 4096)
+    assert (limits.rows, limits.look_back, limits.pages) == (65, 4, 1 + 64 * 32)
