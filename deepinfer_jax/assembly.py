@@ -156,7 +156,8 @@ def assemble(
 
     Raises:
         MemoryPlanError: weights and caches need more, before any weight is read.
-        CheckpointError, ConfigError: as `load`, and a length beyond the model's.
+        CheckpointError, ConfigError: as `load`; a length beyond the model's; a cache format that
+            does not hold what the arithmetic defines.
     """
     _check_engram(config)
     device = Device.of(devices()[0])
@@ -164,7 +165,7 @@ def assemble(
     if traced and name == "release":
         name = "release_traced"
     ops = select(device, batch_invariant=engine.batch_invariant, overrides=dict(engine.kernels))
-    network = Network(config, arithmetic(name), ops, traced)
+    network = Network(config, arithmetic(name, engine.cache_format), ops, traced)
     # Only a CPU's memory is the host's, where such tables lie.
     shared = engine.engram == "host" and device.kind == "cpu"
     outside = _outside(folder, config) if shared else 0

@@ -285,6 +285,7 @@ class LLM:
             self._env,
             net.network.ops,
             arithmetic=net.network.arithmetic.name,
+            cache_format=net.network.arithmetic.caches.name,
             max_model_len=net.positions,
             devices=net.mesh.size,
             checkpoint=net.digest,

@@ -31,6 +31,7 @@ AUTO = "auto"
 _KERNELS = "kernels."
 _CHOICES: dict[str, tuple[str, ...]] = {
     "arithmetic": ("f32", "f32qdq", "release"),
+    "cache_format": ("f32", "bf16", "release"),
     "weights": ("dequantized", "packed"),
     "engram": ("device", "host", "mmap"),
     "sampler": ("stable", "original"),
@@ -42,7 +43,7 @@ _SWITCHES = frozenset({"batch_invariant", "overlap", "prefill_first_exact"})
 _COUNTS = frozenset({"max_model_len", "max_num_seqs", "max_num_batched_tokens", "pages"})
 _AMOUNTS = frozenset({"swap_pages", "prefill_keep_tokens"})
 # These fields take "auto" in a file or in --set, which leaves the choice to the engine.
-_OPTIONAL = frozenset({"arithmetic", "max_model_len", "pages", "compile_cache_dir"})
+_OPTIONAL = frozenset({"arithmetic", "cache_format", "max_model_len", "pages", "compile_cache_dir"})
 # Where a model lies and where compiled programs are kept cannot change a result and differ between
 # machines; the network is in the digest, and the weights have their own.
 _OUTSIDE_DIGEST = frozenset({"model", "compile_cache_dir"})
@@ -57,6 +58,9 @@ class EngineConfig:
             describes a network itself.
         arithmetic: "f32", "f32qdq" (F32 with the release's rounding points) or "release"; None
             means f32 on CPU and release elsewhere.
+        cache_format: caches in "f32" or "bf16" numbers, or in the "release"'s records; None means
+            release with the arithmetic release and f32 with the others. One that does not hold
+            what the arithmetic defines, to the last bit, is refused when the model is opened.
         weights: "dequantized" on load, or kept "packed" in the stored formats.
         engram: where the Engram tables lie: "device" memory, "host" memory or a file ("mmap").
         max_model_len: longest prompt plus output in tokens; None means the model's limit or what
@@ -84,6 +88,7 @@ class EngineConfig:
 
     model: str = "nano"
     arithmetic: str | None = None
+    cache_format: str | None = None
     weights: str = "dequantized"
     engram: str = "device"
     max_model_len: int | None = None

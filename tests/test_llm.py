@@ -348,6 +348,7 @@ def test_the_manifest_is_plain_stable_and_tells_engines_apart(llm, short_folder,
     assert other["config"] != manifest["config"] and other["max_model_len"] == 100
     assert other["checkpoint"] == manifest["checkpoint"]
     assert (manifest["arithmetic"], manifest["max_model_len"]) == ("f32", LIMIT)
+    assert manifest["cache_format"] == "f32"
     sources = {row["key"]: row["source"] for row in manifest["settings"]}
     assert (sources["engine.max_num_seqs"], sources["engine.sampler"]) == ("explicit", "default")
 

@@ -300,8 +300,9 @@ def test_an_unknown_config_name_is_refused_with_the_nearest():
 
 
 def test_auto_leaves_the_choice_to_the_engine():
-    engine = load(None, ["engine.arithmetic=auto", "engine.max_model_len=auto"]).engine
-    assert (engine.arithmetic, engine.max_model_len) == (None, None)
+    names = "arithmetic", "max_model_len", "cache_format"
+    engine = load(None, [f"engine.{name}=auto" for name in names]).engine
+    assert [getattr(engine, name) for name in names] == [None] * 3
     assert engine.arithmetic_on("cpu") == "f32"
     assert engine.arithmetic_on("sm90") == "release"
     assert EngineConfig(arithmetic="f32qdq").arithmetic_on("sm90") == "f32qdq"

@@ -15,6 +15,7 @@ from deepinfer_jax.entrypoints.cli import exit_code
 from deepinfer_jax.entrypoints.progress import Live
 from deepinfer_jax.entrypoints.results import check_can_write, json_text, write_json
 from deepinfer_jax.errors import CheckpointError, ConfigError, NoKernelError
+from deepinfer_jax.model.arithmetic import arithmetic
 from deepinfer_jax.ops import table
 from deepinfer_jax.ops.device import Device, devices
 from deepinfer_jax.report.determinism import LEVELS, Level, level_of
@@ -72,6 +73,7 @@ def examine(
         "versions": {name: version or "not installed" for name, version in versions().items()},
         "model": _model(asked),
         "arithmetic": asked.engine.arithmetic,
+        "cache_format": asked.engine.cache_format,
         "settings": [{"key": k, "value": v, "source": s} for k, v, s in asked.sources],
         "variables": [{"name": n, "value": v, "source": s} for n, v, s in env.rows()],
         "kernels": [],
@@ -95,7 +97,9 @@ def _examine_device(report: dict[str, Any], engine: settings.EngineConfig, xla_f
     found = devices()
     device = Device.of(found[0])
     report["device"] = {"kind": device.kind, "name": device.name, "count": len(found)}
-    report["arithmetic"] = engine.arithmetic_on(device.kind)
+    name = engine.arithmetic_on(device.kind)
+    report["arithmetic"] = name
+    report["cache_format"] = arithmetic(name, engine.cache_format).caches.name
     ops = table.select(
         device, batch_invariant=engine.batch_invariant, overrides=dict(engine.kernels)
     )
@@ -137,6 +141,7 @@ def _show(report: dict[str, Any]) -> None:
     place = model.get("error") or model.get("note") or model["folder"] or "config"
     out.add_row("model", f"{model['name']}: {place}")
     out.add_row("arithmetic", report["arithmetic"] or "the device's")
+    out.add_row("caches", report["cache_format"] or "the arithmetic's")
     changed = [
         f"{row['key']}={row['value']} ({row['source']})"
         for row in report["settings"]

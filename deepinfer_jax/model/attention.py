@@ -13,7 +13,7 @@ from deepinfer_jax.model.indexer import Selection, select
 from deepinfer_jax.model.layers import rms_norm, rotate
 from deepinfer_jax.model.params import Layer
 from deepinfer_jax.ops.packed import expand
-from deepinfer_jax.ops.quant import qdq_fp8
+from deepinfer_jax.ops.quant import Decode
 from deepinfer_jax.ops.sparse_mla import Keys
 from deepinfer_jax.ops.table import Ops
 
@@ -45,7 +45,8 @@ class AttentionOut:
     Attributes:
         out: [n, d].
         shared: for the layers that follow.
-        window_kv: [n, k]; heads: [n, h, k] after the inverse rotation.
+        window_kv: [n, stored k], as the ring holds them; heads: [n, h, k] after the inverse
+            rotation.
     """
 
     out: jax.Array
@@ -70,13 +71,19 @@ class Whole:
 
 
 def window_keys(
-    kv: jax.Array, ring: jax.Array, rows: Rows, window: int, index: jax.Array | None = None
+    kv: jax.Array,
+    ring: jax.Array,
+    rows: Rows,
+    window: int,
+    index: jax.Array | None = None,
+    *,
+    decode: Decode,
 ) -> Keys:
     """The last `window` positions of every row, its own included.
 
-    Rows of this step are taken from `kv` [n, k], earlier ones from `ring` [slots, r, k] as it was
-    before the step: a chunk may be longer than the ring. `index` int32 [m] are the places in `kv`
-    of rows that are only a part of it.
+    Rows of this step are taken from `kv` [n, stored k], earlier ones from `ring`
+    [slots, r, stored k] as it was before the step: a chunk may be longer than the ring. `index`
+    int32 [m] are the places in `kv` of rows that are only a part of it.
     """
     n, size = kv.shape[0], ring.shape[1]
     position, in_step, row = rows.back(jnp.arange(window, dtype=jnp.int32), index)
@@ -85,15 +92,19 @@ def window_keys(
         pool=jnp.concatenate([kv, ring.reshape(-1, ring.shape[-1])]),
         at=jnp.where(in_step, row, stored),
         visible=position >= jnp.maximum(rows.floor, 0)[:, None],
+        decode=decode,
     )
 
 
-def entry_keys(source: SourceCache, table: jax.Array, entries: jax.Array, rows: Rows) -> Keys:
+def entry_keys(
+    source: SourceCache, table: jax.Array, entries: jax.Array, rows: Rows, *, decode: Decode
+) -> Keys:
     """The selected entries of every row; `table` int32 [slots, pages]."""
     return Keys(
         pool=source.entries.reshape(-1, source.entries.shape[-1]),
         at=source.flat(table, rows.slot[:, None], jnp.maximum(entries, 0)),
         visible=entries >= 0,
+        decode=decode,
     )
 
 
@@ -115,13 +126,13 @@ def attention(
     """Attention of the rows x [n, d] (normed) (model specification, "Attention").
 
     Args:
-        ring: [slots, r, k], this layer's window cache as it was before the step.
+        ring: [slots, r, stored k], this layer's window cache as it was before the step.
         table: int32 [slots, pages], the sequences' page tables.
         rope: float32 [positions, 2, rope/2], this kind of layer's table.
         whole: all rows of the step, when x is a part of them and all leave window keys.
     """
     p, eps, n = params.attn, config.rms_norm_eps, x.shape[0]
-    quantize = arithmetic.quantize_inputs
+    quantize, caches = arithmetic.quantize_inputs, arithmetic.caches
     angles = rope[rows.position]
     q_rank = rms_norm(ops.linear(x, p.wq_a, quantize=quantize), p.q_norm, eps)
     q = ops.linear(q_rank, p.wq_b, quantize=quantize)
@@ -130,9 +141,7 @@ def attention(
     if whole is not None:
         near = whole.x, whole.rows
     kv = rms_norm(ops.linear(near[0], p.wkv, quantize=quantize), p.kv_norm, eps)
-    kv = rotate(kv, rope[near[1].position])
-    if arithmetic.quantize_caches:
-        kv = qdq_fp8(kv)
+    kv = caches.window.encode(rotate(kv, rope[near[1].position]))
 
     selection = None
     if plan.owns_index:
@@ -153,17 +162,16 @@ def attention(
         )
         shared = replace(shared, entries=selection.entries, candidates=selection.candidates)
 
-    if whole is None:
-        window = window_keys(kv, ring, rows, config.sliding_window)
-    else:
-        seen = whole.rows
-        if whole.index is not None:
-            seen = jax.tree.map(lambda r: r[whole.index], seen)
-        window = window_keys(kv, ring, seen, config.sliding_window, whole.index)
+    seen, index = rows, None
+    if whole is not None:
+        seen, index = whole.rows, whole.index
+        if index is not None:
+            seen = jax.tree.map(lambda r: r[index], seen)
+    window = window_keys(kv, ring, seen, config.sliding_window, index, decode=caches.window.decode)
     entries = None
     if plan.ratio:
         assert shared.source is not None and shared.entries is not None
-        entries = entry_keys(shared.source, table, shared.entries, rows)
+        entries = entry_keys(shared.source, table, shared.entries, rows, decode=caches.entry.decode)
     heads = ops.sparse_mla(q, window, entries, p.sink, scale=config.head_dim**-0.5)
     heads = rotate(heads, angles, inverse=True)
     grouped = heads.reshape(n, config.o_groups, -1)

@@ -12,6 +12,7 @@ import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.records import RELEASE, CacheFormat, KeyFormat
 
 BACKTRACK = 6  # positions a ring keeps beyond its window, so that rejected drafts can be undone
 PAGE = 128  # positions of one page; even, so that no group of a compressor straddles two pages
@@ -82,8 +83,8 @@ class SourceCache:
     """Compressed KV of one kv source.
 
     Attributes:
-        entries: [pages, PAGE / ratio, k], after RoPE.
-        index_keys: [pages, PAGE / ratio, index k], after RoPE.
+        entries: [pages, PAGE / ratio, stored k], after RoPE, in the arithmetic's cache format.
+        index_keys: [pages, PAGE / ratio, stored index k], likewise.
         raw: float32 [slots, ring, 2 k], (u, g) rows of a ratio-2 compressor; None at ratio 1.
     """
 
@@ -112,7 +113,8 @@ class Cache:
     """All state of the sequences that is not in `Rows`.
 
     Attributes:
-        window: [layers, slots, ring, k], after RoPE; ring = window + BACKTRACK.
+        window: [layers, slots, ring, stored k], after RoPE, in the arithmetic's cache format;
+            ring = window + BACKTRACK.
         sources: one per kv source, in order; a page has the same number in all of them.
         history: int32 [slots, ring], compressed token ids; -1 for a token of an image span.
         table: int32 [slots, pages of the longest sequence], page numbers; 0 where none is given.
@@ -142,44 +144,48 @@ def init_cache(
     `pages` counts page 0, which belongs to nobody; their owners are written into the table by
     whoever gives them out. Without it every slot owns the pages it can ever need.
     """
-    k, dtype = config.head_dim, arithmetic.dtype
+    k, caches = config.head_dim, arithmetic.caches
     ring, per_slot = config.sliding_window + BACKTRACK, pages_of(positions)
     table: np.ndarray = np.zeros((slots, per_slot), np.int32)
     if pages is None:
         pages = 1 + slots * per_slot
         table += np.arange(1, pages, dtype=np.int32).reshape(table.shape)
     sources = []
+
+    def zeros(kind: KeyFormat, channels: int, *lead: int) -> jax.Array:
+        return jnp.zeros((*lead, kind.size(channels)), kind.dtype)
+
     for layer in config.kv_source_layer_ids:
         ratio = config.compress_ratios[layer]
         held = pages, PAGE // ratio
         raw = jnp.zeros((slots, ratio + BACKTRACK, 2 * k), jnp.float32) if ratio > 1 else None
         sources.append(
             SourceCache(
-                entries=jnp.zeros((*held, k), dtype),
-                index_keys=jnp.zeros((*held, config.index_head_dim), dtype),
+                entries=zeros(caches.entry, k, *held),
+                index_keys=zeros(caches.index_key, config.index_head_dim, *held),
                 raw=raw,
             )
         )
     return Cache(
-        window=jnp.zeros((config.num_hidden_layers, slots, ring, k), dtype),
+        window=zeros(caches.window, k, config.num_hidden_layers, slots, ring),
         sources=tuple(sources),
         history=jnp.full((slots, config.engram_max_ngram_size - 1 + BACKTRACK), -1, jnp.int32),
         table=jnp.asarray(table),
     )
 
 
-def record_bytes(config: ModelConfig) -> dict[str, int]:
-    """Bytes of one record in the release's formats (model specification, "Sizes").
-
-    window: FP8 codes and a scale byte per 32; entry: FP4 codes and a scale byte per 16; index key:
-    FP4 codes and a scale byte per 32.
-    """
+def record_bytes(config: ModelConfig, caches: CacheFormat = RELEASE) -> dict[str, int]:
+    """Bytes of one key of each kind: window, entry and index key (model specification, "Sizes")."""
     k, i = config.head_dim, config.index_head_dim
-    return {"window": k + k // 32, "entry": k // 2 + k // 16, "index_key": i // 2 + i // 32}
+    return {
+        "window": caches.window.nbytes(k),
+        "entry": caches.entry.nbytes(k),
+        "index_key": caches.index_key.nbytes(i),
+    }
 
 
-def kv_bytes_per_token(config: ModelConfig) -> float:
-    """Bytes that grow with every token, in the release's formats: entries and index keys."""
-    record = record_bytes(config)
+def kv_bytes_per_token(config: ModelConfig, caches: CacheFormat = RELEASE) -> float:
+    """Bytes that grow with every token: entries and index keys."""
+    record = record_bytes(config, caches)
     ratios = [config.compress_ratios[layer] for layer in config.kv_source_layer_ids]
     return sum((record["entry"] + record["index_key"]) / r for r in ratios)

@@ -10,7 +10,6 @@ from deepinfer_jax.model.cache import Rows, SourceCache
 from deepinfer_jax.model.layers import rms_norm, rotate
 from deepinfer_jax.model.params import Compressor, Indexer
 from deepinfer_jax.ops.packed import expand
-from deepinfer_jax.ops.quant import qdq_fp4, qdq_fp4_e4m3
 from deepinfer_jax.ops.table import Ops
 
 
@@ -20,7 +19,8 @@ class Compressed:
 
     Attributes:
         latent: [n, k], before RoPE.
-        entry: [n, k]; index_key: [n, index k]; both after RoPE and rounding.
+        entry: [n, stored k]; index_key: [n, stored index k]; both after RoPE, as the caches hold
+            them.
     """
 
     latent: jax.Array
@@ -37,6 +37,8 @@ def _pairs(
     own = jnp.einsum("nd,kd->nk", x32, weights, precision="highest")
     before, in_step, row = rows.back(jnp.ones(1, jnp.int32))
     kept = raw[rows.slot, before[:, 0] % raw.shape[1]]
+    # Read before it is written, the cache is written in place.
+    kept, raw = jax.lax.optimization_barrier((kept, raw))
     first = jnp.where(in_step, own[row[:, 0]], kept)
     (u0, g0), (u1, g1) = jnp.split(first, 2, -1), jnp.split(own, 2, -1)
     share = jax.nn.sigmoid(g1 - g0)  # a softmax over the two positions, per channel
@@ -80,8 +82,7 @@ def compress(
     entry = rotate(latent, angles)
     key = rms_norm(ops.linear(latent, indexer.wk), indexer.k_norm, config.rms_norm_eps)
     key = rotate(key, angles)
-    if arithmetic.quantize_caches:
-        entry, key = qdq_fp4_e4m3(entry), qdq_fp4(key)
+    entry, key = arithmetic.caches.entry.encode(entry), arithmetic.caches.index_key.encode(key)
     page, place = cache.closing(table, rows, ratio)
     cache = SourceCache(
         entries=cache.entries.at[page, place].set(entry, mode="drop"),

@@ -68,7 +68,10 @@ def look_back(
     size = history.shape[1]
     steps = jnp.arange(config.engram_max_ngram_size, dtype=jnp.int32)
     position, in_step, row = rows.back(steps)
-    ids = jnp.where(in_step, own[row], history[rows.slot[:, None], position % size])
+    kept = history[rows.slot[:, None], position % size]
+    # Read before it is written, the cache is written in place.
+    kept, history = jax.lax.optimization_barrier((kept, history))
+    ids = jnp.where(in_step, own[row], kept)
     ids = jnp.where(position < 0, -1, ids)
     blocked = jax.lax.cummax((ids < 0).astype(jnp.int32), axis=1) > 0
     pad = token_map[config.engram_pad_token_id]

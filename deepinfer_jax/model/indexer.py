@@ -74,7 +74,7 @@ def select(
     Args:
         x: [n, d], the layer's normed attention input.
         q_rank: [n, q rank], the layer's normed low-rank query.
-        index_keys: [pages, entries a page, index k] of the layer's kv source.
+        index_keys: [pages, entries a page, stored index k] of the layer's kv source.
         table: int32 [slots, pages], the sequences' page tables; m counts the entries they hold.
         angles: float32 [n, 2, rope/2] at the rows' positions.
         candidates: from the candidate source, for layers after it.
@@ -89,7 +89,14 @@ def select(
     )
     visible = (rows.position + 1) // plan.ratio
     scores = ops.index_scores(
-        query, weight, index_keys, table, rows.slot, visible, round_scores=arithmetic.round_scores
+        query,
+        weight,
+        index_keys,
+        table,
+        rows.slot,
+        visible,
+        round_scores=arithmetic.round_scores,
+        decode=arithmetic.caches.index_key.decode,
     )
     seen = jnp.arange(scores.shape[1]) < visible[:, None]
     scores = jnp.where(seen, scores, -jnp.inf)

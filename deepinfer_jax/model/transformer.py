@@ -147,7 +147,7 @@ class Kept:
 
 @flax.struct.dataclass
 class LayerOut:
-    """Result of one layer; `window_kv` [n, k] is for its ring, `mean` [n, d] of its input streams.
+    """Result of one layer; `window_kv` [n, stored k] is for its ring, `mean` [n, d] of its inputs.
 
     A run of layers gives these two and the trace a leading axis of layers.
     """
@@ -163,12 +163,16 @@ def _stream_mean(streams: jax.Array) -> jax.Array:
     return jnp.mean(streams.astype(jnp.float32), 1).astype(streams.dtype)
 
 
-def _attention_trace(attn: AttentionOut, compressed: Compressed | None, plan: LayerPlan) -> Trace:
-    trace = {"window_kv": attn.window_kv, "attn_o": attn.heads, "attn_out": attn.out}
+def _attention_trace(
+    attn: AttentionOut, compressed: Compressed | None, plan: LayerPlan, arithmetic: Arithmetic
+) -> Trace:
+    caches, dtype = arithmetic.caches, arithmetic.dtype
+    trace = {"attn_o": attn.heads, "attn_out": attn.out}
+    trace["window_kv"] = caches.window.decode(attn.window_kv, dtype)
     if compressed is not None:
         trace["latent"] = compressed.latent
-        trace["compress_kv"] = compressed.entry
-        trace["index_k"] = compressed.index_key
+        trace["compress_kv"] = caches.entry.decode(compressed.entry, dtype)
+        trace["index_k"] = caches.index_key.decode(compressed.index_key, dtype)
     if attn.selection is not None:
         trace["index_q"] = attn.selection.query
         trace["topk"] = attn.selection.entries
@@ -198,7 +202,7 @@ def layer(
         residual: the streams entering the layer.
         params: this layer's weights.
         inputs: what all layers share.
-        ring: [layers, slots, r, k], window caches of all layers before the step.
+        ring: [layers, slots, r, stored k], window caches of all layers before the step.
         index: this layer's place in `ring`; a traced value inside a scan.
         shared: what the sources before this layer left.
         kept: rows that go on, at the decoder's first layer; None keeps all.
@@ -273,7 +277,7 @@ def layer(
         ffn_out, chosen = moe(ffn_in, params.moe, inputs.is_image, **common)
         streams = expand_streams(ffn_out, ffn_post, ffn_comb, streams)
     if net.traced:
-        trace |= _attention_trace(attn, compressed, plan)
+        trace |= _attention_trace(attn, compressed, plan, net.arithmetic)
         trace |= {"attn_pre": pre, "attn_post": post, "attn_comb": comb, "attn_in": attn_in}
         trace |= {"route_idx": chosen.ids, "route_w": chosen.gates}
         trace |= {"ffn_in": ffn_in, "ffn_out": ffn_out, "stream": streams, "pre_next": next_pre}
@@ -318,7 +322,7 @@ def decoder_start(config: ModelConfig) -> int:
 
 
 def _write_windows(ring: jax.Array, written: list[tuple[jax.Array, Rows]]) -> jax.Array:
-    """The rings [layers, slots, r, k] with each run's keys [layers, n, k] of its rows."""
+    """The rings [layers, slots, r, stored k] with each run's keys of its rows."""
     size, at = ring.shape[2], 0
     while written:
         rows = written[0][1]

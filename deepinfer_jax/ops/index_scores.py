@@ -1,16 +1,18 @@
 """`index_scores(q, w, keys, table, slot, visible)`: how much a row wants each compressed entry.
 
-q [n, h, k], w [n, h], keys [pages, c, k], table int32 [slots, p] of page numbers, slot and visible
-int32 [n]; scores float32 [n, p c] = sum_h w[h] max(q[h] . key, 0) for the first `visible` entries
-of the row's sequence, whose pages the table lists in order; what stands in the other columns is not
-defined. `round_scores` rounds each head's dot and the sum to bfloat16, as the
-published forward does (model specification, "Indexer").
+q [n, h, k], w [n, h], keys [pages, c, stored k], table int32 [slots, p] of page numbers, slot and
+visible int32 [n]; scores float32 [n, p c] = sum_h w[h] max(q[h] . key, 0) for the first `visible`
+entries of the row's sequence, whose pages the table lists in order; what stands in the other
+columns is not defined. `decode` gives the keys of the pages that are read. `round_scores` rounds
+each head's dot and the sum to bfloat16, as the published forward does (model specification,
+"Indexer").
 """
 
 import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.ops.kernel import Kernel
+from deepinfer_jax.ops.quant import Decode, numbers
 
 BLOCK = 512  # entries scored at a time; those that no row of a tile can see are left out
 TILE = 32  # rows that `tiles` scores together when they are of one slot
@@ -39,16 +41,18 @@ def _one_slot(
     pages: jax.Array,
     visible: jax.Array,
     rounded: bool,
+    decode: Decode,
 ) -> jax.Array:
     """Rows of one sequence against its pages, block by block up to the last entry any can see."""
-    _, c, k = keys.shape
+    _, c, stored = keys.shape
     some = max(min(BLOCK // c, pages.shape[0]), 1)  # pages of one block
     block = some * c
     # The last block may hold fewer pages; it is filled up with page 0, whose scores are cut off.
     padded = jnp.pad(pages, (0, -pages.shape[0] % some))
 
     def score(i: jax.Array, out: jax.Array) -> jax.Array:
-        part = keys[jax.lax.dynamic_slice(padded, (i * some,), (some,))].reshape(block, k)
+        part = keys[jax.lax.dynamic_slice(padded, (i * some,), (some,))].reshape(block, stored)
+        part = decode(part, q.dtype)
         return jax.lax.dynamic_update_slice(out, _scores(q, w, part, rounded), (0, i * block))
 
     empty = jnp.zeros((q.shape[0], padded.shape[0] * c), jnp.float32)
@@ -65,12 +69,13 @@ def rows(
     visible: jax.Array,
     *,
     round_scores: bool = False,
+    decode: Decode = numbers,
 ) -> jax.Array:
     """One row at a time, so a row never depends on its neighbours and no key is copied twice."""
 
     def one(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, w, slot, visible = row
-        return _one_slot(q[None], w[None], keys, table[slot], visible, round_scores)[0]
+        return _one_slot(q[None], w[None], keys, table[slot], visible, round_scores, decode)[0]
 
     return jax.lax.map(one, (q, w, slot, visible))
 
@@ -84,11 +89,12 @@ def tiles(
     visible: jax.Array,
     *,
     round_scores: bool = False,
+    decode: Decode = numbers,
 ) -> jax.Array:
     """Tiles of rows: one product where a tile is of one slot (a prompt), else row by row."""
     n = q.shape[0]
     if n < TILE:
-        return rows(q, w, keys, table, slot, visible, round_scores=round_scores)
+        return rows(q, w, keys, table, slot, visible, round_scores=round_scores, decode=decode)
     count = -(-n // TILE)
     spare = count * TILE - n
 
@@ -100,8 +106,10 @@ def tiles(
         q, w, slot, visible = tile
         return jax.lax.cond(
             jnp.all(slot == slot[0]),
-            lambda: _one_slot(q, w, keys, table[slot[0]], visible, round_scores),
-            lambda: rows(q, w, keys, table, slot, visible, round_scores=round_scores),
+            lambda: _one_slot(q, w, keys, table[slot[0]], visible, round_scores, decode),
+            lambda: rows(
+                q, w, keys, table, slot, visible, round_scores=round_scores, decode=decode
+            ),
         )
 
     scores = jax.lax.map(one, (cut(q), cut(w), cut(slot), cut(visible)))
@@ -117,10 +125,11 @@ def gathered(
     visible: jax.Array,
     *,
     round_scores: bool = False,
+    decode: Decode = numbers,
 ) -> jax.Array:
     """All entries of all rows at once over a copy of each row's keys; the plain reference."""
     del visible
-    own = keys[table[slot]].reshape(q.shape[0], -1, keys.shape[-1])
+    own = decode(keys[table[slot]].reshape(q.shape[0], -1, keys.shape[-1]), q.dtype)
     one = jax.vmap(lambda q, w, keys: _scores(q[None], w[None], keys, round_scores)[0])
     return one(q, w, own)
 

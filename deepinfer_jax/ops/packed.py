@@ -9,9 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.ops.quant import power_of_two
-
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+from deepinfer_jax.ops.quant import e2m1_values, power_of_two
 
 
 @flax.struct.dataclass
@@ -30,9 +28,7 @@ class Packed:
         """The weight's exact values [..., o, i]; every one is representable in bfloat16."""
         scale = power_of_two(self.scale)
         if self.codes.dtype == jnp.uint8:
-            table = jnp.asarray(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), jnp.float32)
-            nibbles = jnp.stack([self.codes & 15, self.codes >> 4], -1)
-            values = table[nibbles.astype(jnp.int32)].reshape(*self.codes.shape[:-1], -1)
+            values = e2m1_values(self.codes)
         else:
             values = self.codes.astype(jnp.float32)
             if scale.shape[-2] != values.shape[-2]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.ops.kernel import Kernel
+from deepinfer_jax.ops.quant import Decode, numbers
 
 TILE = 32  # rows that `tiles` handles together; part of the numerics
 
@@ -19,19 +20,21 @@ class Keys:
     """Keys of every row, by reference into a pool.
 
     Attributes:
-        pool: [m, k].
+        pool: [m, stored k].
         at: int32 [n, c], rows of the pool.
         visible: bool [n, c]; what is not visible may point anywhere.
+        decode: (stored rows, dtype) -> keys; only rows that were gathered are decoded.
     """
 
     pool: jax.Array
     at: jax.Array
     visible: jax.Array
+    decode: Decode = flax.struct.field(pytree_node=False, default=numbers)
 
 
-def _gather(keys: Keys) -> jax.Array:
+def _gather(keys: Keys, dtype: jnp.dtype) -> jax.Array:
     """Keys [n, c, k]; zero where hidden, since what is hidden may hold anything, NaN included."""
-    rows = keys.pool.at[keys.at].get(mode="clip")
+    rows = keys.decode(keys.pool.at[keys.at].get(mode="clip"), dtype)
     return jnp.where(keys.visible[..., None], rows, 0)
 
 
@@ -72,7 +75,8 @@ def xla(
     q: jax.Array, window: Keys, entries: Keys | None, sink: jax.Array, *, scale: float
 ) -> jax.Array:
     """Gathers every row's keys; the plain reference."""
-    sets = [(_gather(keys), keys.visible, "nck") for keys in (window, entries) if keys is not None]
+    some = [keys for keys in (window, entries) if keys is not None]
+    sets = [(_gather(keys, q.dtype), keys.visible, "nck") for keys in some]
     return _softmax(q, sets, sink, scale)
 
 
@@ -97,20 +101,20 @@ def tiles(
 
     def one(tile: tuple[jax.Array, Keys, Keys | None]) -> jax.Array:
         q, near, far = tile
-        own = [] if far is None else [(_gather(far), far.visible, "nck")]
+        own = [] if far is None else [(_gather(far, q.dtype), far.visible, "nck")]
 
         def shared() -> jax.Array:
             # Places of the last row, then those that only rows before it can see.
             rest = width - TILE + 1
             at = jnp.concatenate([near.at[-1], near.at[0, rest:]])
             seen = jnp.concatenate([near.visible[-1], near.visible[0, rest:]])
-            keys = jnp.where(seen[:, None], near.pool.at[at].get(mode="clip"), 0)
+            keys = _gather(near.replace(at=at, visible=seen), q.dtype)
             inside = (back >= 0) & (back < width)
             visible = jnp.take_along_axis(near.visible, jnp.clip(back, 0, width - 1), 1) & inside
             return _softmax(q, [(keys, visible, "ck"), *own], sink, scale)
 
         def apart() -> jax.Array:
-            return _softmax(q, [(_gather(near), near.visible, "nck"), *own], sink, scale)
+            return _softmax(q, [(_gather(near, q.dtype), near.visible, "nck"), *own], sink, scale)
 
         return jax.lax.cond(jnp.all(near.at[1:, 1:] == near.at[:-1, :-1]), shared, apart)
 
@@ -119,13 +123,10 @@ def tiles(
 
     def run(step: tuple[jax.Array, tuple, tuple | None]) -> jax.Array:
         q, near, far = step
-        return one(
-            (
-                q,
-                Keys(window.pool, *near),
-                None if far is None or entries is None else Keys(entries.pool, *far),
-            )
-        )
+        chosen = None
+        if far is not None and entries is not None:
+            chosen = entries.replace(at=far[0], visible=far[1])
+        return one((q, window.replace(at=near[0], visible=near[1]), chosen))
 
     far = None if entries is None else references(entries)
     out = jax.lax.map(run, (cut(q), references(window), far))

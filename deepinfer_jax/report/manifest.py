@@ -20,6 +20,7 @@ def manifest(
     ops: Ops,
     *,
     arithmetic: str,
+    cache_format: str,
     max_model_len: int,
     devices: int,
     checkpoint: str | None,
@@ -32,7 +33,7 @@ def manifest(
         settings: resolved, with the model's config at hand.
         env: the parsed environment.
         ops: the chosen kernels on their device.
-        arithmetic, max_model_len, devices: as the engine runs.
+        arithmetic, cache_format, max_model_len, devices: as the engine runs.
         checkpoint, tokenizer: digests.
         revision: the commit of a downloaded checkpoint, None for the user's own files.
 
@@ -56,6 +57,7 @@ def manifest(
         },
         "tokenizer": tokenizer,
         "arithmetic": arithmetic,
+        "cache_format": cache_format,
         "max_model_len": max_model_len,
         "kernels": [dataclasses.asdict(row) for row in ops.rows()],
         "settings": [

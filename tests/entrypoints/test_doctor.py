@@ -25,7 +25,7 @@ def test_the_report_as_json_is_complete(doctor):
     assert code == 0
     assert report["device"] == {"kind": "cpu", "name": "cpu", "count": 8}
     assert report["model"]["name"] == "nano"
-    assert report["arithmetic"] == "f32"
+    assert (report["arithmetic"], report["cache_format"]) == ("f32", "f32")
     assert [row["op"] for row in report["kernels"]] == list(OPS)
     assert report["level"]["name"] == "R1"
     assert {"python", "jax", "jaxlib"} <= set(report["versions"])
@@ -49,6 +49,14 @@ def test_settings_and_variables_are_shown_with_their_source(doctor, monkeypatch)
     assert "engine.max_num_seqs=3 (--set)" in out
     assert "engine.kernels.topk=full_sort (environment)" in out
     assert "asked for by name" in out
+
+
+def test_caches_that_would_round_what_the_arithmetic_does_not_are_refused(doctor):
+    code, out, err = doctor("--set", "engine.cache_format=release")
+    assert (code, out) == (2, "")
+    assert "engine.cache_format is 'release' with the arithmetic f32." in err
+    settings = "--set", "engine.cache_format=bf16", "--set", "engine.arithmetic=release", "--json"
+    assert json.loads(doctor(*settings)[1])["cache_format"] == "bf16"
 
 
 def test_a_kernel_that_does_not_exist_is_refused_in_the_report(doctor, monkeypatch):

@@ -1,13 +1,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.arithmetic import arithmetic
 from deepinfer_jax.model.attention import window_keys
-from deepinfer_jax.model.cache import BACKTRACK, init_cache
+from deepinfer_jax.model.cache import BACKTRACK, PAGE, init_cache, kv_bytes_per_token, record_bytes
+from deepinfer_jax.ops.quant import numbers
 from deepinfer_jax.runner.step import pack_rows
 
 WINDOW, ROWS, SLOTS, WIDTH = 5, 24, 2, 2
@@ -16,7 +18,7 @@ SIZE = WINDOW + BACKTRACK
 
 def test_caches_have_the_shapes_that_the_config_gives(golden):
     config = ModelConfig.from_file(golden)
-    cache = init_cache(config, arithmetic("release"), slots=3, positions=200)
+    cache = init_cache(config, arithmetic("release", "bf16"), slots=3, positions=200)
     assert cache.window.shape == (10, 3, 16 + 6, 64)
     # Two pages of 128 positions a slot, and page 0.
     assert [s.entries.shape for s in cache.sources] == [(7, 64, 64), (7, 64, 64), (7, 128, 64)]
@@ -26,6 +28,24 @@ def test_caches_have_the_shapes_that_the_config_gives(golden):
     assert shapes == [(3, 8, 128), (3, 8, 128), None]
     assert cache.history.shape == (3, 9) and (np.asarray(cache.history) == -1).all()
     assert cache.window.dtype == jnp.bfloat16 and cache.sources[0].raw.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16", "release"])
+def test_the_bytes_of_a_key_are_those_of_its_place_in_the_cache(golden, name):
+    config = ModelConfig.from_file(golden)
+    chosen = arithmetic("f32qdq", name)
+    caches = chosen.caches
+    cache = init_cache(config, chosen, slots=3, positions=200)
+    kinds = [(caches.window, cache.window, config.head_dim)]
+    for source in cache.sources:
+        kinds.append((caches.entry, source.entries, config.head_dim))
+        kinds.append((caches.index_key, source.index_keys, config.index_head_dim))
+    for kind, held, k in kinds:
+        stored = jax.eval_shape(kind.encode, jnp.zeros((5, k), chosen.dtype))
+        assert (stored.shape, stored.dtype) == ((5, held.shape[-1]), held.dtype)
+    pages = sum(s.entries.nbytes + s.index_keys.nbytes for s in cache.sources)
+    assert pages == 7 * PAGE * kv_bytes_per_token(config, caches)
+    assert record_bytes(config, caches)["window"] == cache.window[0, 0, 0].nbytes
 
 
 def test_rows_of_a_step_find_each_other_and_padding_finds_nothing():
@@ -54,7 +74,7 @@ def test_a_ring_keeps_the_last_rows_of_a_chunk_that_is_longer():
 @jax.jit
 def run(values, ring, rows):
     """Every row's window keys and their visibility, and the ring with the rows written."""
-    keys = window_keys(values, ring, rows, WINDOW)
+    keys = window_keys(values, ring, rows, WINDOW, decode=numbers)
     ring = ring.at[rows.writable(SIZE), rows.position % SIZE].set(values, mode="drop")
     return keys.pool[keys.at], keys.visible, ring
 

@@ -73,3 +73,28 @@ def test_an_unknown_arithmetic_is_refused_with_the_legal_ones():
         "There is no arithmetic named 'fp16'. "
         f"The arithmetics are {', '.join(ARITHMETICS)}. Choose one of them."
     )
+
+
+@pytest.mark.parametrize("cache_format", ["bf16", "release", "fp16"])
+def test_caches_that_would_round_unrounded_keys_are_refused(cache_format):
+    with pytest.raises(ConfigError) as caught:
+        arithmetic("f32", cache_format)
+    assert str(caught.value) == (
+        f"engine.cache_format is {cache_format!r} with the arithmetic f32. "
+        "A cache holds what the arithmetic defines to the last bit; with f32 the formats that do "
+        "are: f32. Set engine.cache_format to one of them or leave it out, or choose an "
+        "arithmetic that rounds its keys (f32qdq, release)."
+    )
+
+
+def test_caches_follow_the_arithmetic_unless_they_are_named():
+    found = {name: chosen.caches.name for name, chosen in ARITHMETICS.items()}
+    assert found == {
+        "f32": "f32",
+        "f32qdq": "f32",
+        "release": "release",
+        "release_traced": "release",
+    }
+    for name in ("f32qdq", "release"):
+        for cache_format in ("f32", "bf16", "release"):
+            assert arithmetic(name, cache_format).caches.name == cache_format

@@ -1,11 +1,15 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bitwise import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.ops import index_scores, topk
+from deepinfer_jax.ops.quant import decode_fp4, encode_fp4
 
 
 def paged(slots, m, page):
@@ -68,3 +72,19 @@ def test_tiles_of_a_prompt_or_of_many_sequences_score_what_the_reference_scores(
     for kernel in (index_scores.tiles, index_scores.rows):
         made = np.asarray(jax.jit(kernel)(q, w, keys, table, slot, visible))
         np.testing.assert_allclose(made[seen], expected[seen], atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", index_scores.KERNELS, ids=lambda k: k.name)
+def test_records_score_the_bits_of_their_values(kernel):
+    n, m, k = 40, 1024, 32
+    q, w = (
+        jax.random.normal(jax.random.key(0), (n, 4, k)),
+        jax.random.normal(jax.random.key(1), (n, 4)),
+    )
+    records = encode_fp4(jax.random.normal(jax.random.key(2), (3 * m // 64 + 1, 64, k)))
+    table = 1 + jnp.arange(3 * m // 64, dtype=jnp.int32).reshape(3, -1)
+    slot = jnp.asarray([0] * 33 + [1, 2, 1, 0, 2, 2, 1], jnp.int32)
+    visible = jnp.full(n, m, jnp.int32)
+    made = jax.jit(partial(kernel.run, decode=decode_fp4))(q, w, records, table, slot, visible)
+    values = decode_fp4(records, q.dtype)
+    assert_same_bits(made, jax.jit(kernel.run)(q, w, values, table, slot, visible))

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bitwise import assert_same_bits
 
 from deepinfer_jax.ops import quant
 
@@ -54,3 +55,65 @@ def test_fp4_ties_go_to_the_even_code(tie, even):
 def test_zero_stays_zero():
     for function, _ in CASES:
         np.testing.assert_array_equal(function(jnp.zeros((2, 64))), jnp.zeros((2, 64)))
+
+
+RECORDS = [
+    (quant.encode_fp8, quant.decode_fp8, quant.qdq_fp8, ("fp8_codes", "fp8_scale_e8m0")),
+    (quant.encode_fp4, quant.decode_fp4, quant.qdq_fp4, ("fp4_e8m0_packed", "fp4_e8m0_scale")),
+    (
+        quant.encode_fp4_e4m3,
+        quant.decode_fp4_e4m3,
+        quant.qdq_fp4_e4m3,
+        ("fp4_e4m3_packed", "fp4_e4m3_scale"),
+    ),
+]
+RECORD_IDS = [names[0] for *_, names in RECORDS]
+
+
+@pytest.mark.parametrize(("encode", "decode", "qdq", "names"), RECORDS, ids=RECORD_IDS)
+def test_records_are_the_codes_and_scales_of_the_reference(formats, encode, decode, qdq, names):
+    x = jnp.asarray(formats["x_bf16_as_f32"])
+    record = jax.jit(encode)(x)
+    assert_same_bits(record, np.concatenate([formats[name] for name in names], -1))
+    assert_same_bits(jax.jit(decode, static_argnums=1)(record, jnp.float32), qdq(x))
+
+
+def extremes():
+    """Groups of every magnitude that float32 has, zeros of both signs, ties and one-sided ones."""
+    key = jax.random.key(7)
+    x = np.array(jax.random.normal(key, (300, 64)))
+    x *= np.exp2(np.linspace(-140, 126, 300, dtype=np.float64))[:, None].astype(np.float32)
+    x[:40] = np.round(np.clip(x[150:190] / np.abs(x[150:190]).max() * 24, -24, 24)) / 4
+    x[5], x[6], x[7, ::2] = 0.0, -0.0, 0.0
+    x[8], x[8, 3] = 0.0, -1e-30
+    return jnp.asarray(x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("encode", "decode", "qdq", "names"), RECORDS, ids=RECORD_IDS)
+def test_a_record_gives_the_bits_of_the_rounded_values(encode, decode, qdq, names, dtype):
+    x = extremes().astype(dtype)
+    made = jax.jit(lambda x: decode(encode(x), dtype))(x)
+    assert_same_bits(made, jax.jit(qdq)(x))
+    # As numbers of either type, caches hold what the record says.
+    for held in (jnp.float32, jnp.bfloat16):
+        assert_same_bits(jax.jit(lambda x, held=held: qdq(x).astype(held).astype(dtype))(x), made)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("encode", "decode", "qdq", "names"), RECORDS, ids=RECORD_IDS)
+def test_a_value_that_is_no_number_survives_in_a_record(encode, decode, qdq, names, bad):
+    x = extremes()[158:162].at[1, 3].set(bad)
+    rounded, made = qdq(x), decode(encode(x), jnp.float32)
+    np.testing.assert_array_equal(made, rounded)
+    assert not np.isfinite(made[1, 3]) and np.isfinite(np.asarray(made)[[0, 2, 3]]).all()
+
+
+def test_every_e2m1_code_has_its_value():
+    packed = jnp.asarray(
+        [[low | high << 4 for low, high in zip(range(16), range(15, -1, -1), strict=True)]]
+    )
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    values = np.asarray([*magnitudes, *(-m for m in map(float, magnitudes))], np.float32)
+    expected = np.stack([values, values[::-1]], -1).reshape(1, 32)
+    assert_same_bits(quant.e2m1_values(packed.astype(jnp.uint8)), expected)

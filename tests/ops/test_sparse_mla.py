@@ -2,10 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bitwise import assert_same_bits
 
 from deepinfer_jax.errors import NoKernelError
 from deepinfer_jax.ops import sparse_mla
 from deepinfer_jax.ops.device import KINDS, Device
+from deepinfer_jax.ops.quant import decode_fp8, encode_fp8
 from deepinfer_jax.ops.sparse_mla import WINDOW_ONLY, Keys
 from deepinfer_jax.ops.table import select
 
@@ -106,3 +108,29 @@ def test_tiles_of_neighbouring_rows_equal_the_reference(chunks):
         expected = sparse_mla.xla(q, window, far, sink, scale=0.25)
         made = jax.jit(lambda *a: sparse_mla.tiles(*a, scale=0.25))(q, window, far, sink)
         np.testing.assert_allclose(made, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", EXACT, ids=lambda k: k.name)
+def test_only_gathered_records_are_decoded_and_give_the_bits_of_their_values(kernel):
+    # Rows of neighbouring positions, more than a tile, and a pool of many more records than these.
+    n, width, pool, k = 40, 33, 5000, 32
+    key = iter(jax.random.split(jax.random.key(5), 8))
+    at = jnp.asarray(90 + np.arange(n)[:, None] - np.arange(width), jnp.int32)
+    visible = jax.random.bernoulli(next(key), 0.8, (n, width))
+    decoded = []
+
+    def decode(record, dtype):
+        decoded.append(record.size // record.shape[-1])
+        return decode_fp8(record, dtype)
+
+    records = encode_fp8(jax.random.normal(next(key), (pool, k)))
+    far = (
+        jax.random.randint(next(key), (n, 9), 0, pool),
+        jax.random.bernoulli(next(key), 0.6, (n, 9)),
+    )
+    q, sink = jax.random.normal(next(key), (n, H, k)), jax.random.normal(next(key), (H,))
+    run = jax.jit(lambda q, near, far: kernel(q, near, far, sink, scale=0.25))
+    made = run(q, Keys(records, at, visible, decode), Keys(records, *far, decode))
+    assert decoded and max(decoded) <= n * width
+    values = decode_fp8(records, q.dtype)
+    assert_same_bits(made, run(q, Keys(values, at, visible), Keys(values, *far)))

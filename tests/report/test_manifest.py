@@ -44,7 +44,8 @@ def test_a_manifest_is_plain_json_with_the_set_variables_and_the_commit():
         asked,
         env,
         ops,
-        arithmetic="f32",
+        arithmetic="f32qdq",
+        cache_format="release",
         max_model_len=64,
         devices=1,
         checkpoint="c0ffee",
@@ -52,6 +53,7 @@ def test_a_manifest_is_plain_json_with_the_set_variables_and_the_commit():
         tokenizer="7ea",
     )
     assert json.loads(json.dumps(made)) == made
+    assert (made["arithmetic"], made["cache_format"]) == ("f32qdq", "release")
     assert made["checkpoint"] == {"model": "nano", "revision": "0" * 40, "digest": "c0ffee"}
     variables = {row["name"]: (row["value"], row["source"]) for row in made["variables"]}
     assert variables["DEEPINFER_JIT_CACHE_DIR"] == ("programs", "environment")
