@@ -106,7 +106,7 @@ def make_engine(
         net: the network on its device.
         token_map: int32 [vocab], compressed token ids.
         kept: folder of compiled programs, or None.
-        report: called with a program's name and seconds after it was compiled.
+        report: called after each program is compiled.
     """
     return Engine(
         net.network,
@@ -126,4 +126,5 @@ def make_engine(
         memory=host_memory(net, token_map) if net.tables else None,
         report=report,
         kept=kept,
+        late_compile=cast(Any, asked.late_compile),
     )

@@ -36,6 +36,10 @@ class NoKernelError(DeepInferError):
     """No kernel of an op fits the device and the promises asked for."""
 
 
+class LateCompileError(DeepInferError):
+    """A program that is needed after warm-up and was not compiled in it."""
+
+
 class CheckpointError(DeepInferError):
     """A checkpoint or tokenizer file that is missing, damaged or does not match the config."""
 

@@ -1,6 +1,7 @@
 """`LLM`: prompts in, one `RequestOutput` per prompt out, in order, whatever fails."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from deepinfer_jax import settings
 from deepinfer_jax.assembly import assemble
 from deepinfer_jax.checkpoint.hub import resolve_model
 from deepinfer_jax.engine.admission import Admission, Request
-from deepinfer_jax.engine.engine import Meter
+from deepinfer_jax.engine.meter import Meter, Snapshot
+from deepinfer_jax.engine.programs import Compiled
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.engine_settings import check_replay, make_engine
 from deepinfer_jax.errors import ConfigError, DeepInferError
@@ -22,7 +24,8 @@ from deepinfer_jax.protocol.ask import Ask
 from deepinfer_jax.report.manifest import manifest
 from deepinfer_jax.report.plan import MemoryPlan
 from deepinfer_jax.request import RequestOutput
-from deepinfer_jax.runner.compile import keep_compiled
+from deepinfer_jax.runner.compile import keep_compiled, source_digest
+from deepinfer_jax.runner.record import Recorder, StepRecord
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.text.compressed_ids import check_compressed_map, compressed_token_map
 from deepinfer_jax.text.options import ChatOptions, check_options
@@ -95,9 +98,12 @@ class LLM:
         self._engine = make_engine(asked.engine, self.assembled, token_map, kept, self._compiled)
         self._admission = Admission(self.tokenizer, self.config, self.max_model_len)
 
-    def _compiled(self, name: str, seconds: float) -> None:
-        if self._progress is not None:
-            self._progress(f"compiled {name}", seconds, seconds)
+    def _compiled(self, program: Compiled) -> None:
+        if self._progress is None:
+            return
+        self._progress(f"compiled {program.name}", program.seconds, program.seconds)
+        if program.total > 1:
+            self._progress("compile", program.done, program.total)
 
     @property
     def meter(self) -> Meter:
@@ -114,12 +120,49 @@ class LLM:
     ) -> None:
         """Compile ahead, side by side, what the first answers will need.
 
+        With `compile="all"` that is every program without top log-probs and with so many; with
+        `compile="none"` nothing.
+
         Args:
             prompt_tokens: lengths of the prompts, in tokens.
             sequences: how many run at the same time.
             logprobs: top log-probs that will be asked for.
         """
-        self._engine.prepare(tuple(prompt_tokens), sequences, logprobs)
+        how = self._settings.engine.compile
+        if how == "all":
+            self._engine.prepare_all((logprobs,))
+        elif how == "lazy":
+            self._engine.prepare(tuple(prompt_tokens), sequences, logprobs)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What runs, waits and is held now, with the counts so far."""
+        return self._engine.snapshot
+
+    def watch(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback` after every step from now on; None ends it."""
+        self._engine.watch = callback
+
+    def record_steps(self, steps: Iterable[int], folder: Path) -> Recorder:
+        """Write steps into files that `deepinfer replay` runs again; the next step is step 1.
+
+        Raises ConfigError as `Recorder` does.
+        """
+        self._engine.recorder = Recorder(folder, steps, self.about_steps())
+        return self._engine.recorder
+
+    def about_steps(self) -> dict[str, Any]:
+        """What the bits of a step depend on besides its inputs, as plain JSON values."""
+        return {
+            "manifest": self.manifest(),
+            "engine": json.loads(self._settings.canonical_json())["engine"],
+            "options": dataclasses.asdict(self._engine.programs.options),
+            "source": source_digest(),
+        }
+
+    def replay(self, recorded: StepRecord) -> StepRecord:
+        """Run a recorded step again. Raises RequestError when it does not fit this engine."""
+        return self._engine.replay(recorded)
 
     def generate(
         self,
@@ -254,6 +297,8 @@ class LLM:
     ) -> Iterator[list[tuple[Request, list[Sample]]]]:
         """Run to the end; after each step yields the requests it moved, with their samples."""
         owner = {id(s): r for r in requests for s in r.samples}
+        if self._settings.engine.compile == "all" and not self._engine.programs.sealed:
+            self._engine.prepare_all(s.params.logprobs or 0 for r in requests for s in r.samples)
         now = time.perf_counter()
         for request in requests:
             request.started = now

@@ -38,15 +38,17 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "logprobs_mode": ("raw", "processed"),
     "prefix_reuse": ("exact", "cache_exact", "bounded", "off"),
     "prefill_truncation": ("off", "mask", "compact"),
+    "compile": ("none", "lazy", "all"),
+    "late_compile": ("warn", "error"),
 }
 _SWITCHES = frozenset({"batch_invariant", "overlap", "prefill_first_exact"})
 _COUNTS = frozenset({"max_model_len", "max_num_seqs", "max_num_batched_tokens", "pages"})
 _AMOUNTS = frozenset({"swap_pages", "prefill_keep_tokens"})
 # These fields take "auto" in a file or in --set, which leaves the choice to the engine.
 _OPTIONAL = frozenset({"arithmetic", "cache_format", "max_model_len", "pages", "compile_cache_dir"})
-# Where a model lies and where compiled programs are kept cannot change a result and differ between
-# machines; the network is in the digest, and the weights have their own.
-_OUTSIDE_DIGEST = frozenset({"model", "compile_cache_dir"})
+# Where a model lies, and when programs are compiled and where they are kept, cannot change a result
+# and differ between machines; the network is in the digest, and the weights have their own.
+_OUTSIDE_DIGEST = frozenset({"model", "compile", "late_compile", "compile_cache_dir"})
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class EngineConfig:
         logprobs_mode: "raw" (temperature 1, unfiltered) or "processed".
         batch_invariant: the bits of a row never depend on the other rows of its batch.
         kernels: (op, kernel name) pairs sorted by op; such a kernel is used or refused.
+        compile: programs that are compiled ahead: "none", what a request is known to need ("lazy"),
+            or "all", before the first request runs.
+        late_compile: what a program that is missing after "all" is: compiled and said loudly
+            ("warn"), or an "error".
         compile_cache_dir: folder that keeps compiled programs, or None.
     """
 
@@ -105,6 +111,8 @@ class EngineConfig:
     logprobs_mode: str = "raw"
     batch_invariant: bool = False
     kernels: tuple[tuple[str, str], ...] = ()
+    compile: str = "lazy"
+    late_compile: str = "warn"
     compile_cache_dir: str | None = None
 
     def arithmetic_on(self, device_kind: str) -> str:

@@ -319,8 +319,9 @@ def test_the_digest_is_of_the_resolved_values(write):
     assert len(by_file.digest()) == 64
     assert load("nano", ["engine.max_num_seqs=8"]).digest() != by_line.digest()
     assert load("tiny", ["model.index_topk=8"]).digest() != load("tiny").digest()
-    cached = load("nano", ["engine.max_num_seqs=7", "engine.compile_cache_dir=/c"])
-    assert cached.digest() == by_line.digest()
+    for inert in ("compile_cache_dir=/c", "compile=all", "late_compile=error"):
+        other = load("nano", ["engine.max_num_seqs=7", f"engine.{inert}"])
+        assert other.engine != by_line.engine and other.digest() == by_line.digest()
 
 
 def test_the_digest_does_not_tell_where_the_model_lies(tmp_path, golden):

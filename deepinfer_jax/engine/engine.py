@@ -18,18 +18,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from deepinfer_jax.engine.buckets import fit, pack, plan_buckets
-from deepinfer_jax.engine.meter import Meter as Meter
+from deepinfer_jax.engine.meter import Meter, Snapshot, snapshot
 from deepinfer_jax.engine.pages import PagePool
 from deepinfer_jax.engine.plan import Limits, Plan
 from deepinfer_jax.engine.planner import plan as plan_step
 from deepinfer_jax.engine.prefix import Reuse
-from deepinfer_jax.engine.programs import Programs, Report
+from deepinfer_jax.engine.programs import LateCompile, Programs, Report
 from deepinfer_jax.engine.roster import Roster
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine.transfer import Transfer
 from deepinfer_jax.errors import DeepInferError, MemoryPlanError, RequestError
 from deepinfer_jax.runner.compile import replicated
-from deepinfer_jax.runner.layout import Bucket
+from deepinfer_jax.runner.record import Recorder, StepRecord, replayed
 from deepinfer_jax.runner.schedule import StepInput
 from deepinfer_jax.runner.step import Network, Params, StepOptions, init_state
 
@@ -46,7 +46,12 @@ class _Flight:
 
 
 class Engine:
-    """Runs sequences on one network; they join and leave between any two steps."""
+    """Runs sequences on one network; they join and leave between any two steps.
+
+    Attributes:
+        watch: called after every step of `run`.
+        recorder: writes steps into files, so that they can be run again.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class Engine:
         memory: Memory | None = None,
         report: Report | None = None,
         kept: Path | None = None,
+        late_compile: LateCompile = "warn",
     ):
         """Hold a network.
 
@@ -77,10 +83,13 @@ class Engine:
             host_pages: pages of preempted sequences that host memory may hold; what does not fit
                 is run again.
             memory: (token ids, start, stop) -> Engram rows, when the tables are off the device.
-            report: called with a program's name and seconds after it was compiled.
+            report: called after each program is compiled.
             kept: folder of compiled programs, or None.
+            late_compile: see `Programs`.
         """
         self._meter = Meter()
+        self.watch: Callable[[], None] | None = None
+        self.recorder: Recorder | None = None
         self._network, self._params, self._limits = network, params, limits
         self._depth = 1 if overlap and memory is None else 0
         self._memory, self._keep = memory, keep
@@ -96,6 +105,7 @@ class Engine:
             host_memory=memory is not None,
             report=report,
             kept=kept,
+            late_compile=late_compile,
         )
         self._buckets = plan_buckets(limits, keep if options.truncate == "compact" else 0)
         self._busy = False
@@ -134,9 +144,22 @@ class Engine:
         return self._roster.pool
 
     @property
-    def late(self) -> list[tuple[Bucket, int]]:
-        """Programs that were compiled while sequences ran."""
-        return self._programs.late
+    def programs(self) -> Programs:
+        """What is compiled."""
+        return self._programs
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Counts and sizes between two steps."""
+        pool = self._roster.pool
+        return snapshot(
+            self.meter,
+            running=int((self._roster.running.request >= 0).sum()),
+            waiting=self._roster.waiting,
+            pages=(pool.pages - 1, pool.allocatable, pool.cached),
+            compiled=self._programs.count,
+            late=len(self._programs.late),
+        )
 
     def prepare(self, prompts: tuple[int, ...], live: int, logprobs: int = 0) -> None:
         """Compile ahead what prompts of these lengths and `live` sequences will need.
@@ -149,10 +172,20 @@ class Engine:
         kept = {n: min(n, self._keep + 1) if self._keep else n for n in rows if n}
         self._programs.prepare((fit(self._buckets, n, k), top) for n, k in sorted(kept.items()))
 
-    def prepare_all(self, logprobs: int = 0) -> None:
-        """Compile every program that can be needed with so many top log-probs."""
-        top = _top(logprobs, self._network.config.vocab_size)
-        self._programs.prepare((bucket, top) for bucket in self._buckets)
+    def prepare_all(self, logprobs: Iterable[int] = ()) -> None:
+        """Compile every program that can be needed without top log-probs, and with so many.
+
+        It ends the warm-up: a program that is missing later is late, see `Programs.get`.
+        """
+        vocab = self._network.config.vocab_size
+        tops = sorted({0, *(_top(count, vocab) for count in logprobs)})
+        self._programs.prepare((bucket, top) for top in tops for bucket in self._buckets)
+        self._programs.seal()
+
+    def replay(self, recorded: StepRecord) -> StepRecord:
+        """Run a recorded step again, on its own state and not on the engine's."""
+        program = self._programs.get(recorded.bucket, recorded.top)
+        return replayed(recorded, program, self._params, self._programs.state_shapes)
 
     def add(self, sequence: Sequence, *, priority: int = 0, deadline: float = float("inf")) -> int:
         """Queue a sequence; returns its number. `deadline` is on the clock of `time.monotonic`."""
@@ -207,6 +240,8 @@ class Engine:
             try:
                 while self.has_work:
                     touched = self.step()
+                    if self.watch is not None:
+                        self.watch()
                     if touched:
                         yield touched
             except GeneratorExit:
@@ -239,6 +274,8 @@ class Engine:
         program = self._programs.get(bucket, top)
         self._collected += self._programs.compile_s - before  # compiling is no part of a step
         inputs: Any = StepInput(ints, floats, self._looked_up(plan))  # type: ignore[arg-type]
+        if self.recorder is not None:
+            program = self.recorder.around(program, bucket, top)
         self._state, out = program(self._params, self._state, inputs)
         for leaf in jax.tree.leaves(out):
             leaf.copy_to_host_async()
@@ -290,7 +327,9 @@ class Engine:
         before = time.perf_counter()
         out = jax.device_get(flight.out)
         now = time.perf_counter()
-        self._count(flight.plan, now - before, now)
+        prefill = bool(flight.plan.prefill.any())
+        self._meter.count(prefill, now - self._collected, now - before)
+        self._collected = now
         self._roster.pool.retire(flight.plan.step)
         self._retired = flight.plan.step
         touched: list[Sequence] = []
@@ -320,15 +359,6 @@ class Engine:
             if sequence.finished:
                 self._roster.end(sequence.number)
         return touched
-
-    def _count(self, plan: Plan, waited: float, now: float) -> None:
-        spent, self._collected = now - self._collected, now
-        self._meter.wait_s += waited
-        if plan.prefill.any():
-            self._meter.prefill_s += spent
-        else:
-            self._meter.decode_s += spent
-            self._meter.decode_wait_s += waited
 
 
 def _top(wanted: int, vocab: int) -> int:

@@ -1,22 +1,70 @@
 """Compiled step programs by bucket: compiled ahead, side by side, and counted."""
 
+import os
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from deepinfer_jax.errors import LateCompileError
 from deepinfer_jax.runner.compile import compile_step
 from deepinfer_jax.runner.layout import Bucket
 from deepinfer_jax.runner.schedule import StepInput
 from deepinfer_jax.runner.step import Network, Params, StepOptions
 
-Report = Callable[[str, float], None]
+LateCompile = Literal["warn", "error"]
+
+
+@dataclass(frozen=True)
+class Late:
+    """A program that was missing after warm-up: its bucket, its top log-probs, and why."""
+
+    bucket: Bucket
+    top: int
+    reason: str
+
+    @property
+    def shape(self) -> str:
+        """Its static sizes in words."""
+        b = self.bucket
+        return (
+            f"{b.rows} rows, {b.decoder_rows} decoder rows, {b.parts} parts, {b.updates} page "
+            f"updates, {self.top} top log-probs"
+        )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One program was compiled.
+
+    Attributes:
+        bucket: its sizes.
+        seconds: it took.
+        done, total: programs of this warm-up that are compiled, and all of them.
+        late: set when it was missing after warm-up.
+    """
+
+    bucket: Bucket
+    seconds: float
+    done: int
+    total: int
+    late: Late | None = None
+
+    @property
+    def name(self) -> str:
+        """What a progress line calls it; of a late one with shape and reason."""
+        if self.late is None:
+            return f"step, {self.bucket.rows} rows"
+        return f"late: step, {self.late.shape}: {self.late.reason}"
+
+
+Report = Callable[[Compiled], None]
 
 
 class Programs:
@@ -24,8 +72,9 @@ class Programs:
 
     Attributes:
         compile_s: seconds spent compiling.
-        late: programs that were compiled while sequences ran, as (bucket, top).
+        late: programs that were missing after warm-up.
         logprobs: which distribution the top log-probs describe.
+        options: of every program but `top`.
     """
 
     def __init__(
@@ -39,6 +88,7 @@ class Programs:
         host_memory: bool = False,
         report: Report | None = None,
         kept: Path | None = None,
+        late_compile: LateCompile = "warn",
     ):
         """Compile nothing yet.
 
@@ -47,33 +97,62 @@ class Programs:
             state: the engine's state or its shapes.
             options: of every program; `top` is given by program.
             host_memory: Engram rows come with the input.
-            report: called with a program's name and seconds after it was compiled.
+            report: called after each program is compiled, in the caller's thread.
             kept: folder of compiled programs, or None.
+            late_compile: what a program that is missing after warm-up is: an "error", or compiled
+                and reported with its shape and reason ("warn").
         """
         self.compile_s = 0.0
-        self.late: list[tuple[Bucket, int]] = []
-        self.logprobs = options.logprobs
-        self._network, self._mesh, self._options = network, mesh, options
+        self.late: list[Late] = []
+        self.logprobs, self.options = options.logprobs, options
+        self._network, self._mesh = network, mesh
         self._shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
         )
         self._host_memory, self._report, self._kept = host_memory, report, kept
+        self._late_compile: LateCompile = late_compile
         self._programs: dict[tuple[Bucket, int], Callable[..., Any]] = {}
+        self._sealed = False
+
+    @property
+    def count(self) -> int:
+        """Programs that are compiled."""
+        return len(self._programs)
+
+    @property
+    def sealed(self) -> bool:
+        """Warm-up is over: whatever is missing from here on is late."""
+        return self._sealed
+
+    @property
+    def state_shapes(self) -> Any:
+        """Shapes and dtypes of the state that the programs take."""
+        return self._shapes[1]
 
     def prepare(self, wanted: Iterable[tuple[Bucket, int]]) -> None:
         """Compile the programs of these (bucket, top), side by side."""
         missing = [key for key in dict.fromkeys(wanted) if key not in self._programs]
-        start = time.perf_counter()
-        with ThreadPoolExecutor(max(len(missing), 1)) as pool:
-            self._programs |= dict(zip(missing, pool.map(self._compile, missing), strict=True))
-        self.compile_s += time.perf_counter() - start
+        if missing:
+            self._prepare(missing)
+
+    def seal(self) -> None:
+        """End the warm-up. `prepare` still adds programs; `get` no longer does so quietly."""
+        self._sealed = True
 
     def get(self, bucket: Bucket, top: int) -> Callable[..., Any]:
-        """The program of a bucket, which is compiled now if it was not prepared."""
+        """The program of a bucket, which is compiled now if it was not prepared.
+
+        Raises LateCompileError for such a one after warm-up where that is an error.
+        """
         key = (bucket, top)
         if key not in self._programs:
-            self.late.append(key)
-            self.prepare([key])
+            late = None
+            if self._sealed:
+                late = Late(bucket, top, self._reason(bucket, top))
+                if self._late_compile == "error":
+                    raise _refused(late, self.count)
+                self.late.append(late)
+            self._prepare([key], late)
         return self._programs[key]
 
     def memory_rows(self, rows: int) -> tuple[np.ndarray, ...] | None:
@@ -85,8 +164,28 @@ class Programs:
         dtype = self._network.arithmetic.dtype
         return tuple(np.zeros(shape, dtype) for _ in config.engram_layer_ids)
 
-    def _compile(self, key: tuple[Bucket, int]) -> Callable[..., Any]:
-        bucket, top = key
+    def _prepare(self, missing: list[tuple[Bucket, int]], late: Late | None = None) -> None:
+        start = time.perf_counter()
+        pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
+        try:
+            keys = {pool.submit(self._compile, *key): key for key in missing}
+            for done, future in enumerate(as_completed(keys), 1):
+                key = keys[future]
+                self._programs[key], seconds = future.result()
+                if self._report is not None:
+                    self._report(Compiled(key[0], seconds, done, len(missing), late))
+        finally:
+            # After an error or an interrupt, what has not begun never does.
+            pool.shutdown(cancel_futures=True)
+        self.compile_s += time.perf_counter() - start
+
+    def _reason(self, bucket: Bucket, top: int) -> str:
+        tops = sorted(t for known, t in self._programs if known == bucket)
+        if tops:
+            return f"the form with {top} top log-probs was not prepared, only {tops}"
+        return "no program of this bucket was prepared"
+
+    def _compile(self, bucket: Bucket, top: int) -> tuple[Callable[..., Any], float]:
         start = time.perf_counter()
         ints, floats = bucket.empty()
         memory: Any = self.memory_rows(bucket.rows)
@@ -96,9 +195,15 @@ class Programs:
             self._mesh,
             (*self._shapes, inputs),
             bucket=bucket,
-            options=replace(self._options, top=top),
+            options=replace(self.options, top=top),
             kept=self._kept,
         )
-        if self._report is not None:
-            self._report(f"step, {bucket.rows} rows", time.perf_counter() - start)
-        return program
+        return program, time.perf_counter() - start
+
+
+def _refused(late: Late, count: int) -> LateCompileError:
+    return LateCompileError(
+        f"A step of {late.shape} is not among the {count} programs that were compiled ahead.",
+        f"The reason is that {late.reason}, and engine.late_compile is error.",
+        "Prepare it before the run (LLM.prepare), or set engine.late_compile=warn.",
+    )

@@ -1,6 +1,7 @@
 """`deepinfer batch`: a file of OpenAI batch requests in, a folder of results out, resumable."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +13,21 @@ from deepinfer_jax import env as environment
 from deepinfer_jax import settings
 from deepinfer_jax.entrypoints import options
 from deepinfer_jax.entrypoints.cli import FAILED
-from deepinfer_jax.entrypoints.engine_options import Model, open_engine
-from deepinfer_jax.entrypoints.progress import Live
+from deepinfer_jax.entrypoints.engine_options import (
+    Compile,
+    Model,
+    RecordStep,
+    open_engine,
+    record_steps,
+)
+from deepinfer_jax.entrypoints.progress import Live, clock
+from deepinfer_jax.entrypoints.watch import Requests, Watch, watching
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.protocol.ask import Answering
 from deepinfer_jax.protocol.batch import answer_batch
 from deepinfer_jax.protocol.batch_file import BatchFile, read_batch
 from deepinfer_jax.protocol.journal import Journal, Resume
-from deepinfer_jax.request import RequestOutput
+from deepinfer_jax.protocol.metrics_file import METRICS
 
 _RESUME = ("auto", "force", "never")
 
@@ -53,6 +61,8 @@ def command(
     model: Model = None,
     config: options.Config = None,
     overrides: options.Overrides = None,
+    compile_ahead: Compile = None,
+    record_step: RecordStep = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
@@ -65,24 +75,37 @@ def command(
         bad = sum(line.error is not None for line in batch.lines)
         if bad:
             live.note(f"{bad} of {len(batch.lines)} lines are no requests that can be served")
-        llm = open_engine(live, model=model, config=config, overrides=overrides)
+        llm = open_engine(
+            live, model=model, config=config, overrides=overrides, compile=compile_ahead
+        )
+        missed = record_steps(llm, record_step)
         journal = Journal(out, batch, llm.manifest(), resume=how, ordered=ordered)
         if journal.resumed:
             left = len(batch.lines) - journal.resumed
             live.note(f"resuming: {journal.resumed} done, {left} to go")
-        with journal:
-            _run(llm, llm.tokenizer, batch, journal, live)
+        requests = Requests(len(batch.lines), journal.tally.answered, journal.tally.failed)
+        watched = watching(llm, requests, phase="answering", live=live, metrics=out / METRICS)
+        with journal, watched as watch:
+            _run(llm, llm.tokenizer, batch, journal, requests, watch)
     summary = journal.summary()
     if as_json:
         print(json.dumps(summary))
     else:
         print(_told(summary, out))
-    return FAILED if journal.tally.failed else 0
+    unrecorded = missed()
+    if unrecorded is not None:
+        print(unrecorded.as_text(), file=sys.stderr)
+    return FAILED if journal.tally.failed or unrecorded is not None else 0
 
 
-def _run(llm: Answering, tokenizer: Any, batch: BatchFile, journal: Journal, live: Live) -> None:
-    total, start, tokens, answered = len(batch.lines), time.monotonic(), 0, 0
-    live.doing("answering", f"{len(journal.done)} of {total} requests")
+def _run(
+    llm: Answering,
+    tokenizer: Any,
+    batch: BatchFile,
+    journal: Journal,
+    requests: Requests,
+    watch: Watch,
+) -> None:
     results = answer_batch(
         batch,
         frozenset(journal.done),
@@ -91,30 +114,10 @@ def _run(llm: Answering, tokenizer: Any, batch: BatchFile, journal: Journal, liv
         clock=time.time,
         fingerprint=journal.fingerprint,
     )
-    for result, outputs in results:
+    for result, _ in results:
         journal.append(result)
-        tokens += _tokens(outputs)
-        answered += bool(outputs)
-        seconds = time.monotonic() - start
-        live.doing("answering", _progress(len(journal.done), total, answered, tokens, seconds))
-
-
-def _tokens(outputs: Sequence[RequestOutput]) -> int:
-    return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-
-
-def _progress(done: int, total: int, answered: int, tokens: int, seconds: float) -> str:
-    """The live line's detail; `answered` and `tokens` are of this session, which took `seconds`."""
-    text = f"{done} of {total} requests"
-    if not answered or seconds <= 0 or done == total:
-        return text
-    left = seconds / answered * (total - done)
-    return f"{text}, {tokens / seconds:.0f} tokens/s, {_clock(left)} left"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+        requests.done, requests.failed = journal.tally.answered, journal.tally.failed
+        watch.show()
 
 
 def _told(summary: Mapping[str, Any], out: Path) -> str:
@@ -124,7 +127,7 @@ def _told(summary: Mapping[str, Any], out: Path) -> str:
     answered = requests["count"] - requests["errors"]
     counts = [f"{answered} answered", f"{requests['errors']} errors", *ended]
     return (
-        f"{requests['count']} requests: {', '.join(counts)}, {_clock(summary['time']['run_s'])}\n"
+        f"{requests['count']} requests: {', '.join(counts)}, {clock(summary['time']['run_s'])}\n"
         f"{out / requests['file']}  run digest {requests['digest']}"
     )
 

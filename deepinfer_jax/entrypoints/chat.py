@@ -14,6 +14,7 @@ from deepinfer_jax.entrypoints import options
 from deepinfer_jax.entrypoints.answers import Transcript, keeping
 from deepinfer_jax.entrypoints.cli import FAILED
 from deepinfer_jax.entrypoints.engine_options import (
+    Compile,
     Effort,
     Model,
     SeqSeed,
@@ -65,6 +66,7 @@ def command(
     top_p: TopP = 1.0,
     top_k: TopK = -1,
     seq_seed: SeqSeed = None,
+    compile_ahead: Compile = None,
     out: options.Out = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -90,7 +92,9 @@ def command(
     )
     screen = console()
     with Live(quiet) as live:
-        llm = open_engine(live, model=model, config=config, overrides=overrides)
+        llm = open_engine(
+            live, model=model, config=config, overrides=overrides, compile=compile_ahead
+        )
         with keeping(out, llm) as keep:
             if screen.is_terminal and not as_json:
                 warm_up(llm, params, live)

@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("eval", "Grade the model on held-out prompts, skill by skill."),
     "demo": ("demo", "Three prompts on nano, streamed, and what they took."),
     "trace": ("trace", "Write a forward's arrays, compare two traces, or redo sampler rows."),
+    "replay": ("replay", "Run a recorded step again and compare it bit for bit."),
     "doctor": ("doctor", "Show the device, versions, variables, kernels and determinism level."),
 }
 FAILED, BAD_INPUT, CANNOT_RUN, INTERRUPTED = 1, 2, 3, 130

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepinfer_jax.checkpoint.inventory import inventory
-from deepinfer_jax.engine.engine import Meter
+from deepinfer_jax.engine.meter import Meter
 from deepinfer_jax.entrypoints import options
 from deepinfer_jax.entrypoints.answers import Transcript, keeping
 from deepinfer_jax.entrypoints.engine_options import Model, open_engine

@@ -1,7 +1,7 @@
 """The options of commands that answer prompts, and the engine that such options describe."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 from deepinfer_jax import env as environment
 from deepinfer_jax import settings
 from deepinfer_jax.entrypoints.progress import Live
+from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.llm import LLM
 
 Model = Annotated[
@@ -31,6 +32,23 @@ Effort = Annotated[
         "--effort",
         metavar="LEVEL",
         help="none, minimal, low, medium, high, xhigh, max, ultra, or 1..100.",
+    ),
+]
+
+Compile = Annotated[
+    str | None,
+    typer.Option(
+        "--compile",
+        metavar="none|lazy|all",
+        help="Programs compiled ahead: none, what a request needs (default), or all of them.",
+    ),
+]
+RecordStep = Annotated[
+    tuple[str, Path] | None,
+    typer.Option(
+        "--record-step",
+        metavar="N[,M...] DIR",
+        help="Write these steps, counted from 1, into DIR for deepinfer replay.",
     ),
 ]
 
@@ -65,6 +83,41 @@ def open_engine(
         fields = fields if folder is None else fields | {"compile_cache_dir": str(folder)}
     live.doing("opening the model")
     return LLM(config=config, overrides=texts, progress=live.report, **fields)
+
+
+def record_steps(llm: LLM, asked: tuple[str, Path] | None) -> Callable[[], ConfigError | None]:
+    """Record the steps of `--record-step` in the run that follows.
+
+    Returns what says, after the run, which of them never came; None if all did.
+
+    Raises ConfigError for a text that names no steps, and for a folder that cannot be written or
+    holds them already.
+    """
+    if asked is None:
+        return lambda: None
+    recorder = llm.record_steps(_steps(asked[0]), asked[1])
+
+    def missed() -> ConfigError | None:
+        if not recorder.missing:
+            return None
+        return ConfigError(
+            f"Steps {', '.join(map(str, sorted(recorder.missing)))} were not recorded.",
+            f"The run had {recorder.launched} steps.",
+            "Name earlier steps with --record-step, or give the run more to do.",
+        )
+
+    return missed
+
+
+def _steps(text: str) -> list[int]:
+    numbers = text.split(",")
+    if not all(n.isdecimal() and int(n) > 0 for n in numbers):
+        raise ConfigError(
+            f"--record-step is {text!r}.",
+            "It is the number of a step, from 1, or several with commas between.",
+            "Write for example --record-step 3,8 DIR.",
+        )
+    return [int(n) for n in numbers]
 
 
 def effort_level(text: str | None) -> str | int | None:

@@ -1,7 +1,8 @@
 """`deepinfer generate`: prompts in, texts out, in order."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,10 +11,20 @@ from rich.console import Console
 from deepinfer_jax.entrypoints import options
 from deepinfer_jax.entrypoints.answers import Transcript, keeping
 from deepinfer_jax.entrypoints.cli import FAILED
-from deepinfer_jax.entrypoints.engine_options import Model, SeqSeed, TopK, TopP, open_engine
+from deepinfer_jax.entrypoints.engine_options import (
+    Compile,
+    Model,
+    RecordStep,
+    SeqSeed,
+    TopK,
+    TopP,
+    open_engine,
+    record_steps,
+)
 from deepinfer_jax.entrypoints.progress import Live
 from deepinfer_jax.entrypoints.results import as_json, console, json_text
-from deepinfer_jax.errors import RequestError
+from deepinfer_jax.entrypoints.watch import Requests, watching
+from deepinfer_jax.errors import DeepInferError, RequestError
 from deepinfer_jax.llm import LLM
 from deepinfer_jax.request import CompletionOutput, RequestOutput
 from deepinfer_jax.sampling_params import SamplingParams
@@ -51,6 +62,12 @@ def command(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send each prompt as a user's message.")
     ] = False,
+    compile_ahead: Compile = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option("--metrics", metavar="FILE.jsonl", help="File that gets a line a second."),
+    ] = None,
+    record_step: RecordStep = None,
     out: options.Out = None,
     as_json_object: options.Json = False,
     quiet: options.Quiet = False,
@@ -71,23 +88,45 @@ def command(
     texts = _read(prompts)
     screen = console()
     streams = len(texts) == 1 and n == 1 and screen.is_terminal and not as_json_object
+    outputs: dict[int, RequestOutput] = {}
+    interrupted = False
     with Live(quiet) as live:
-        llm = open_engine(live, model=model, config=config, overrides=overrides)
-        with keeping(out, llm) as keep:
-            transcript = Transcript(screen) if streams else None
-            if transcript is not None:
-                warm_up(llm, params, live)
-            finished = _run(llm, texts, params, chat, live, keep, transcript)
+        llm = open_engine(
+            live, model=model, config=config, overrides=overrides, compile=compile_ahead
+        )
+        requests = Requests(len(texts))
+        transcript = Transcript(screen) if streams else None
+        if transcript is not None:
+            warm_up(llm, params, live)
+        missed = record_steps(llm, record_step)
+        # A line that is renewed between the pieces of a text would tear it.
+        line = live if transcript is None else None
+        watched = watching(llm, requests, phase="computing", live=line, metrics=metrics)
+        with keeping(out, llm) as keep, watched as watch:
+            try:
+                for output in _run(llm, texts, params, chat, live, transcript):
+                    outputs[int(output.request_id)] = output
+                    keep(output)
+                    requests.done += output.error is None
+                    requests.failed += output.error is not None
+                    watch.show()
+            except KeyboardInterrupt:
+                interrupted = True
+    finished = [outputs[number] for number in sorted(outputs)]
     if as_json_object:
         print(json_text({"results": [as_json(output) for output in finished]}))
     elif transcript is None:
         _print_all(screen, finished)
     if not as_json_object:
         _print_details(screen, finished, show_ids)
-    failed = [output for output in finished if output.error is not None]
-    for output in failed:
-        assert output.error is not None
-        print(output.error.as_text(), file=sys.stderr)
+    if interrupted:
+        raise KeyboardInterrupt
+    failed: list[DeepInferError] = [o.error for o in finished if o.error is not None]
+    unrecorded = missed()
+    if unrecorded is not None:
+        failed.append(unrecorded)
+    for error in failed:
+        print(error.as_text(), file=sys.stderr)
     return FAILED if failed else 0
 
 
@@ -103,33 +142,27 @@ def _run(
     params: SamplingParams,
     chat: bool,
     live: Live,
-    keep: Callable[[RequestOutput], None],
     transcript: Transcript | None,
-) -> list[RequestOutput]:
-    """All requests to their end, in the order of the prompts."""
-    live.doing("computing")
+) -> Iterator[RequestOutput]:
+    """The requests as they finish."""
     stream: Iterable[RequestOutput]
     if chat:
         stream = llm.stream_chat([[{"role": "user", "content": t}] for t in texts], params)
     else:
         stream = llm.stream(texts, params)
-    parts: dict[int, list[RequestOutput]] = {}
-    finished: dict[int, RequestOutput] = {}
+    parts: dict[str, list[RequestOutput]] = {}
     for part in stream:
-        number = int(part.request_id)
-        parts.setdefault(number, []).append(part)
-        if part.finished:
-            finished[number] = RequestOutput.join(parts.pop(number))
-            keep(finished[number])
-        if transcript is None:
-            done = f"{len(finished)} of {len(texts)} requests"
-            live.doing("computing", f"{done}, {llm.meter.output_tokens} tokens")
-        elif part.outputs:
+        of_one = parts.setdefault(part.request_id, [])
+        of_one.append(part)
+        whole = RequestOutput.join(of_one) if part.finished else None
+        if transcript is not None and part.outputs:
             live.clear()
             transcript.show(part.outputs[0])
-            if part.finished:
-                transcript.end(finished[number].outputs[0])
-    return [finished[number] for number in sorted(finished)]
+            if whole is not None:
+                transcript.end(whole.outputs[0])
+        if whole is not None:
+            del parts[part.request_id]
+            yield whole
 
 
 def _read(prompts: Sequence[str]) -> list[str]:

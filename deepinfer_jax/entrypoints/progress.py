@@ -15,7 +15,7 @@ from rich.text import Text
 _EVERY_S = 30.0
 _LEAST_S = 1.0  # a speed measured in less says nothing about the time that is left
 _PHASES = {"digest": "reading and hashing weights", "load": "loading weights"}
-_COMPILED = "compiled "
+_COMPILED, _LATE = "compiled ", "compiled late"
 
 
 class _Bar(BarColumn):
@@ -55,6 +55,7 @@ class Live:
         *,
         done: float | None = None,
         total: float | None = None,
+        before: float = 0.0,
     ) -> None:
         """Say what is being done from now on.
 
@@ -63,6 +64,7 @@ class Live:
             detail: may change often within a phase.
             done, total: how much of the phase is behind, in any unit, when that is known: a bar
                 on a terminal, and the time that is left if it goes on at this speed.
+            before: how much of it was done when the phase began.
         """
         if self._quiet:
             return
@@ -70,9 +72,9 @@ class Live:
         changed = phase != self._phase
         if changed:
             self._phase, self._since = phase, now
-        spent = now - self._since
-        if done and total and done < total and spent >= _LEAST_S:
-            detail = f"{detail}, {_clock(spent * (total - done) / done)} left".removeprefix(", ")
+        spent, made = now - self._since, (done or 0.0) - before
+        if made > 0 and done and total and done < total and spent >= _LEAST_S:
+            detail = f"{detail}, {clock(spent * (total - done) / made)} left".removeprefix(", ")
         if self._terminal:
             self._release()
             progress = self._shown()
@@ -100,13 +102,21 @@ class Live:
         self._phase = ""
 
     def report(self, what: str, done: float, total: float) -> None:
-        """Show what `LLM` reports: bytes of loading, and each program once it is compiled."""
+        """Show what `LLM` reports: bytes of loading, and each program once it is compiled.
+
+        A program that was missing after warm-up is a line that stays.
+        """
+        if what == "compile":
+            self.doing("compiling", f"{done:.0f} of {total:.0f} programs", done=done, total=total)
+            return
         if not what.startswith(_COMPILED):
             size = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
             self.doing(_PHASES.get(what, what), size, done=done, total=total)
             return
         text = f"{what} in {done:.1f} s"
         if not self._terminal:
+            self.note(text)
+        elif self._progress is not None and what.startswith(_LATE):
             self.note(text)
         elif self._progress is not None:
             self.doing(self._phase, f"({text})")
@@ -138,7 +148,7 @@ class Live:
         self._told = time.monotonic()
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """A duration as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

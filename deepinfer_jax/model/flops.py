@@ -1,4 +1,4 @@
-"""Operations of one token's weights: what a whole forward takes, and what bounded replay leaves out.
+"""Operations of one token's weights: of a whole forward, and of what bounded replay leaves out.
 
 Two operations per active weight. Attention over cached keys comes on top and depends on the
 position; it is not counted.

@@ -2,6 +2,7 @@
 
 `results.jsonl` is the journal. `run.json` says what the results were made with and of.
 `errors.jsonl` repeats the failed lines; it is written at the end of a run, if there are any.
+`metrics.jsonl` says how fast it went, second by second; nothing is read from it.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from typing import Any, Literal
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.protocol.batch import Result
 from deepinfer_jax.protocol.batch_file import BatchFile
+from deepinfer_jax.protocol.metrics_file import METRICS
 from deepinfer_jax.protocol.result_file import ResultFile, key_of, replace_json, writing
 
 Resume = Literal["auto", "force", "never"]
@@ -172,7 +174,7 @@ class Journal:
         foreign = 0
         if not self._results.is_empty:
             foreign = self._read()
-            record |= self._continued(made_with, foreign, resume)
+            record |= self._continued(engine, made_with, foreign, resume)
         with writing(self._folder):
             self._results.cut()
             # Before the first foreign line goes, so that a kill here cannot hide the break.
@@ -193,7 +195,11 @@ class Journal:
         return foreign
 
     def _continued(
-        self, made_with: Mapping[str, str], foreign: int, resume: Resume
+        self,
+        engine: Mapping[str, Any],
+        made_with: Mapping[str, str],
+        foreign: int,
+        resume: Resume,
     ) -> dict[str, Any]:
         """What the record takes over from the earlier run's. Raises ConfigError."""
         old = self._old_record()
@@ -205,17 +211,18 @@ class Journal:
                 "A run that is not to go on where another stopped starts with an empty folder.",
                 "Name another folder, or pass --resume=auto.",
             )
-        differing = [RUN]
+        differing, changed = [RUN], []
         if isinstance(was, dict):
             names = {*was, *made_with}
             differing = sorted(name for name in names if was.get(name) != made_with.get(name))
+            changed = _changed_settings(old, engine) if "config" in differing else []
         # A forced run may have been killed before it removed what it had to.
         forced = bool(breaks) and breaks[-1]["removed"] > 0
         if foreign and not differing and not forced:
             differing = [RESULTS]
         if differing and resume != "force":
             raise ConfigError(
-                f"{held} of another run; what differs: {', '.join(differing)}.",
+                f"{held} of another run; what differs: {_told(differing, changed)}.",
                 "Results of different inputs or engines in one file cannot be told apart.",
                 "Name another folder, or pass --resume=force, which records the break in run.json.",
             )
@@ -252,8 +259,23 @@ def _digest(value: Any) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
+def _changed_settings(old: Mapping[str, Any], engine: Mapping[str, Any]) -> list[str]:
+    """Keys of settings whose values are not those of an earlier run's record."""
+    try:
+        was = {row["key"]: row["value"] for row in old["engine"]["manifest"]["settings"]}
+        now = {row["key"]: row["value"] for row in engine["settings"]}
+    except (KeyError, TypeError):
+        return []  # a record of another kind; that the config differs is known anyway
+    return sorted(key for key in {*was, *now} if was.get(key) != now.get(key))
+
+
+def _told(differing: list[str], changed: list[str]) -> str:
+    named = f"config ({', '.join(changed)})" if changed else "config"
+    return ", ".join(named if name == "config" else name for name in differing)
+
+
 def _refuse_input_as_output(folder: Path, source: Path) -> None:
-    for name in (RESULTS, ERRORS, RUN):
+    for name in (RESULTS, ERRORS, RUN, METRICS):
         path = folder / name
         if path.exists() and path.samefile(source):
             raise ConfigError(

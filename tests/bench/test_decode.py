@@ -3,7 +3,7 @@
 import pytest
 
 from deepinfer_jax.bench.decode import main, measure, prefill
-from deepinfer_jax.engine.engine import Meter
+from deepinfer_jax.engine.meter import Meter
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.request import RequestOutput
 

@@ -1,12 +1,16 @@
 """Engines that differ from the default one: where tables lie, samplers, and damaged weights."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from short_llm import letters, open_llm, write_short_model
 
 from deepinfer_jax import SamplingParams
-from deepinfer_jax.errors import CheckpointError, RequestError
+from deepinfer_jax.errors import CheckpointError, LateCompileError, RequestError
 from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
+from deepinfer_jax.runner.layout import Part
+from deepinfer_jax.runner.record import first_difference, read_record
 from deepinfer_jax.text.compressed_ids import compressed_token_map
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
@@ -176,3 +180,87 @@ def test_what_is_prepared_does_not_compile_again(short_folder, compiled):
     assert sorted(prepared) == ["compiled step, 1 rows", "compiled step, 64 rows"]
     llm.generate("x" * 70, GREEDY)
     assert [name for name in calls if name.startswith("compiled ")] == prepared
+
+
+def test_all_programs_are_compiled_before_the_first_request_and_none_later(short_folder, compiled):
+    calls = []
+    llm = open_llm(
+        short_folder,
+        compiled,
+        compile="all",
+        late_compile="error",
+        progress=lambda *call: calls.append(call),
+    )
+    assert llm.snapshot.compiled == 0
+    short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    expected = only(llm.generate("Hello", short)).token_ids
+    names = sorted(name for name, *_ in calls if name.startswith("compiled "))
+    assert names == ["compiled step, 1 rows", "compiled step, 4 rows", "compiled step, 64 rows"]
+    assert [done for name, done, total in calls if (name, total) == ("compile", 3)] == [1, 2, 3]
+    calls.clear()
+    llm.generate(["x" * 150, "a", "bc", "de", "f"], short)
+    assert (calls, llm.snapshot.compiled, llm.snapshot.late) == ([], 3, 0)
+
+    with pytest.raises(LateCompileError, match="8 top log-probs was not prepared"):
+        llm.generate("Hello", SamplingParams(temperature=0, max_tokens=3, logprobs=5))
+    assert only(llm.generate("Hello", short)).token_ids == expected
+
+
+def test_the_programs_that_the_first_requests_ask_for_are_among_all(short_folder, compiled):
+    llm = open_llm(short_folder, compiled, compile="all", late_compile="error")
+    prepared = []
+    llm._engine.programs.prepare = lambda wanted: prepared.extend(wanted)  # type: ignore[method-assign]
+    asked = [SamplingParams(max_tokens=1, logprobs=n) for n in (None, 5, 0, 6, 1)]
+    with pytest.raises(LateCompileError):  # nothing was really compiled
+        llm.generate(["a"] * 5, asked)
+    assert [(b.rows, top) for b, top in prepared] == [(n, t) for t in (0, 1, 8) for n in (1, 4, 64)]
+
+
+def test_nothing_is_compiled_ahead_where_none_is_asked_for(short_folder, compiled):
+    llm = open_llm(short_folder, compiled, compile="none")
+    llm.prepare([5, 70], sequences=4)
+    assert llm.snapshot.compiled == 0
+    only(llm.generate("Hello", GREEDY))
+    assert (llm.snapshot.compiled, llm.snapshot.late) == (2, 0)
+
+
+def test_a_run_can_be_watched_step_by_step(llm):
+    seen, start = [], llm.snapshot
+    llm.watch(lambda: seen.append(llm.snapshot))
+    llm.generate(["x" * 200, "a", "b", "c", "d", "e"], GREEDY)
+    llm.watch(None)
+    llm.generate("z", GREEDY)
+    assert len(seen) >= 200 // 64
+    assert seen[0].running + seen[0].waiting == 6
+    assert max(s.running for s in seen) == 4
+    assert all(0 < s.pages_used <= s.pages_total == 36 for s in seen[:-1])
+    assert (seen[-1].running, seen[-1].waiting, seen[-1].pages_used) == (0, 0, 0)
+    assert seen[-1].output_tokens - start.output_tokens == 36
+    assert seen[-1].prompt_tokens - start.prompt_tokens == 201 + 5 * 2
+    assert 0 < seen[-1].wait_s - start.wait_s <= seen[-1].step_s - start.step_s
+
+
+def test_a_recorded_step_runs_again_to_the_bit(llm, tmp_path):
+    recorder = llm.record_steps([2, 5], tmp_path)
+    drawn = SamplingParams(max_tokens=8, ignore_eos=True, seq_seed=5, logprobs=0)
+    first = only(llm.generate(["x" * 70, "abc"], drawn)[:1]).token_ids
+    assert recorder.missing == set()
+    for step, rows in ((2, 64), (5, 4)):
+        found = read_record(tmp_path / f"step-{step}.npz")
+        assert (found.step, found.bucket.rows, found.top) == (step, rows, 0)
+        assert found.about == llm.about_steps()
+        assert first_difference(found, llm.replay(found)) is None
+        # Another seed draws another token, and another last token writes another cache.
+        inputs = {name: array.copy() for name, array in found.inputs.items()}
+        _, parts, _, _ = found.bucket.split(inputs["ints"])
+        parts[:, Part.SEED_LOW] ^= 1
+        differs = first_difference(found, llm.replay(dataclasses.replace(found, inputs=inputs)))
+        assert differs is not None and differs.leaf == "outputs.draw.token"
+        state = {name: array.copy() for name, array in found.state.items()}
+        state["cache.window"][0] += 1
+        other = llm.replay(dataclasses.replace(found, state=state))
+        assert found.after is not None and other.after is not None
+        assert other.after["cache.window"] != found.after["cache.window"]
+    # Recording has changed nothing, and neither has replaying.
+    llm._engine.recorder = None
+    assert only(llm.generate(["x" * 70, "abc"], drawn)[:1]).token_ids == first

@@ -143,5 +143,7 @@ def test_bounded_replay_of_the_decoder_hides_or_leaves_out_the_same_rows(engine_
         drive(engine, [(0, s) for s in sequences])
         made.append([s.output for s in sequences])
     assert made[0] == made[1]
-    assert compact.meter.preempted and compact.meter.skipped_rows > sum(map(len, prompts)) - 3 * keep
+    assert (
+        compact.meter.preempted and compact.meter.skipped_rows > sum(map(len, prompts)) - 3 * keep
+    )
     assert mask.meter.skipped_rows == 0

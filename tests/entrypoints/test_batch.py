@@ -3,6 +3,7 @@
 import io
 import json
 import shlex
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from protocol.fake_engine import FakeEngine
 from rich.console import Console
 
 from deepinfer_jax import settings
+from deepinfer_jax.engine.meter import Snapshot
 from deepinfer_jax.entrypoints import batch
 from deepinfer_jax.entrypoints.progress import Live
 
+IDLE = Snapshot(*[0] * len(fields(Snapshot)))
 LINES = tuple(line(f"r{i}", model="nano") for i in range(5))
 
 
@@ -28,6 +31,13 @@ class Opened(FakeEngine):
 
     def manifest(self) -> dict[str, Any]:
         return {"config": list(self.arguments["overrides"] or ()), "settings": []}
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return replace(IDLE, output_tokens=10 * len(self.asked))
+
+    def watch(self, callback: Any) -> None:
+        self.watched = callback
 
     def stop_at(self, index: int) -> None:
         if index == self.stop:
@@ -59,7 +69,7 @@ def test_a_file_is_answered_into_a_folder(deepinfer, opened, tmp_path):
     code, said, told = deepinfer("batch", str(source), "-o", str(out))
     assert code == 0
     first, second = said.splitlines()
-    assert first.startswith("5 requests: 5 answered, 0 errors, stop 5, 0:00:0")
+    assert first.startswith("5 requests: 5 answered, 0 errors, stop 5, 0:0")
     digest = json.loads((out / "run.json").read_text())["requests"]["digest"]
     assert second == f"{out / 'results.jsonl'}  run digest {digest}"
     texts = {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in results(out)}
@@ -158,12 +168,25 @@ def test_without_a_model_option_the_engine_s_setting_names_it(tmp_path, monkeypa
     assert batch._names("owner/name", None, []) == {"owner/name", "name"}
 
 
-def test_the_live_line_says_how_far_how_fast_and_how_long(deepinfer, opened, tmp_path):
-    assert batch._progress(3, 10, 0, 0, 5.0) == "3 of 10 requests"
-    said = batch._progress(30, 130, 20, 4000, 8.0)
-    assert said == "30 of 130 requests, 500 tokens/s, 0:00:40 left"
-    assert batch._progress(10, 3610, 1, 1, 1.0).endswith("1:00:00 left")
-    assert batch._progress(10, 10, 10, 5, 1.0) == "10 of 10 requests"
+def test_a_run_leaves_a_line_of_metrics_even_if_it_was_shorter_than_a_second(
+    deepinfer, opened, tmp_path
+):
+    source, out = write(tmp_path, *LINES, b"{"), tmp_path / "out"
+    Opened.next_stop.append(1)  # type: ignore[attr-defined]
+    words = ("batch", str(source), "-o", str(out), "--quiet")
+    assert deepinfer(*words)[0] == 130
+    assert deepinfer(*words)[0] == 1
+    lines = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(x["requests"], x["done"], x["failed"]) for x in lines] == [(6, 1, 1), (6, 5, 1)]
+    assert [x["output_tokens"] for x in lines] == [30, 40]
+    assert opened[1].watched is None
+
+
+def test_options_reach_the_engine(deepinfer, opened, tmp_path):
+    source = write(tmp_path, *LINES)
+    words = ("batch", str(source), "-o", str(tmp_path / "o"), "--quiet", "--compile", "all")
+    assert deepinfer(*words)[0] == 0
+    assert opened[0].arguments["compile"] == "all"
 
 
 def test_a_terminal_shows_it(opened, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.engine.engine import Meter
+from deepinfer_jax.engine.meter import Meter
 from deepinfer_jax.entrypoints import demo
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.model.cache import kv_bytes_per_token

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from deepinfer_jax.engine.engine import Meter
+from deepinfer_jax.engine.meter import Meter
 from deepinfer_jax.entrypoints import eval as command
 from deepinfer_jax.entrypoints.engine_options import open_engine
 from deepinfer_jax.entrypoints.progress import Live

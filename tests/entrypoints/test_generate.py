@@ -169,6 +169,49 @@ def test_a_terminal_gets_the_text_as_it_comes(deepinfer, opened, tiny_llm, monke
     assert seen[0] != seen[-1]
 
 
+@pytest.fixture
+def interrupted(opened, tiny_llm, monkeypatch):
+    """Lets the first of two prompts finish, and presses Ctrl-C in the middle of the second."""
+    stream = tiny_llm.stream
+
+    def stopped(*arguments):
+        for part in stream(*arguments):
+            yield part
+            if part.request_id == "1":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_llm, "stream", stopped)
+
+
+def test_an_interrupted_run_leaves_what_was_finished(deepinfer, interrupted, tiny_llm, tmp_path):
+    code, out, err = deepinfer("generate", "ab", "cd", *GREEDY, "--quiet", "--out", str(tmp_path))
+    assert (code, err) == (130, "Interrupted. What was finished is kept.\n")
+    assert out == texts(tiny_llm, "ab")[0] + "\n"
+    (row,) = [json.loads(text) for text in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert (row["request_id"], row["outputs"][0]["text"]) == ("0", out.removesuffix("\n"))
+
+
+def test_an_interrupted_run_under_json_is_still_one_object(deepinfer, interrupted):
+    code, out, _ = deepinfer("generate", "ab", "cd", *GREEDY, "--quiet", "--json")
+    assert code == 130
+    assert [result["request_id"] for result in json.loads(out)["results"]] == ["0"]
+
+
+def test_metrics_are_written_where_they_are_asked_for(deepinfer, opened, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    words = ("generate", "ab", "x" * 2000, *GREEDY, "--quiet", "--metrics", str(path))
+    assert deepinfer(*words)[0] == 1
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert (last["requests"], last["done"], last["failed"], last["output_tokens"]) == (2, 1, 1, 5)
+    assert (last["prompt_tokens"], last["running"], last["late_compiles"]) == (3, 0, 0)
+
+
+@pytest.mark.parametrize("words", [("generate", "hello"), ("chat", "--message", "hello")])
+def test_the_way_to_compile_reaches_the_engine(deepinfer, opened, words):
+    assert deepinfer(*words, "--max-tokens", "2", "--compile", "none", "--quiet")[0] == 0
+    assert opened[0]["compile"] == "none"
+
+
 def test_a_parameter_that_cannot_be_served_is_refused_before_the_model_is_opened(deepinfer, opened):
     code, _, err = deepinfer("generate", "hello", "--top-p", "0")
     assert code == 2

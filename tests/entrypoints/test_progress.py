@@ -74,6 +74,33 @@ def test_a_compilation_during_an_answer_is_said_after_it():
     assert terminal.file.getvalue() == "compiled decode, 4 rows in 2.0 s\n"
 
 
+def test_compiling_ahead_is_a_bar_over_programs():
+    with Live(console=screen(True)) as live:
+        live.report("compile", 3, 12)
+        assert (task(live).description, task(live).percentage) == ("compiling", 25)
+        assert task(live).fields["detail"] == "3 of 12 programs"
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_late_compilation_is_a_line_that_stays(shown):
+    for terminal in (True, False):
+        console = screen(terminal)
+        with Live(console=console) as live:
+            if shown:
+                live.doing("computing")
+            live.report("compiled late: step, 64 rows: no reason", 2.0, 2.0)
+        lines = console.file.getvalue().splitlines()
+        assert any("compiled late: step, 64 rows: no reason in 2.0 s" in text for text in lines)
+
+
+def test_time_that_is_left_follows_from_what_this_phase_has_done(clock):
+    with Live(console=screen(True)) as live:
+        live.doing("answering", done=60, total=100, before=60)
+        clock[0] = 10.0
+        live.doing("answering", done=80, total=100, before=60)
+        assert task(live).fields["detail"] == "0:10 left"
+
+
 def test_elsewhere_each_phase_is_one_line_and_a_long_one_is_repeated(clock):
     plain = screen(False)
     with Live(console=plain) as live:

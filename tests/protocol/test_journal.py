@@ -163,6 +163,20 @@ def test_another_engine_is_refused_by_what_differs(
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_a_changed_setting_is_refused_by_its_name(tmp_path: Path):
+    def engine(**values: Any) -> dict[str, Any]:
+        rows = [{"key": f"engine.{k}", "value": v, "source": "x"} for k, v in values.items()]
+        return {"config": str(values), "settings": rows}
+
+    source, out = write(tmp_path, *LINES), tmp_path / "out"
+    run(source, out, engine=engine(pages=9, max_num_seqs=4, sampler="stable"))
+    with pytest.raises(ConfigError) as caught:
+        run(source, out, engine=engine(pages=9, max_num_seqs=8, overlap=True))
+    assert caught.value.what.endswith(
+        "what differs: config (engine.max_num_seqs, engine.overlap, engine.sampler)."
+    )
+
+
 def test_settings_that_decide_nothing_more_may_differ(tmp_path: Path):
     source, out = write(tmp_path, *LINES), tmp_path / "out"
     stopped(source, out, 3)
@@ -279,7 +293,7 @@ def test_two_runs_never_write_one_folder(tmp_path: Path):
     assert run(source, out)[1] == 8
 
 
-@pytest.mark.parametrize("name", ["results.jsonl", "errors.jsonl", "run.json"])
+@pytest.mark.parametrize("name", ["results.jsonl", "errors.jsonl", "run.json", "metrics.jsonl"])
 def test_an_input_is_never_overwritten(tmp_path: Path, name: str):
     source = write(tmp_path, *LINES).rename(tmp_path / name)
     before = source.read_bytes()

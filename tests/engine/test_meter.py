@@ -1,0 +1,60 @@
+from deepinfer_jax.engine.meter import Meter, figures, snapshot
+
+
+def of(meter, **changes):
+    sizes = {"running": 3, "waiting": 2, "pages": (40, 30, 4), "compiled": 5, "late": 1}
+    return snapshot(meter, **(sizes | changes))
+
+
+def test_seconds_go_to_prefill_or_decode_and_to_waiting():
+    meter = Meter()
+    meter.count(True, 2.0, 0.5)
+    meter.count(False, 1.0, 0.25)
+    assert (meter.prefill_s, meter.decode_s) == (2.0, 1.0)
+    assert (meter.wait_s, meter.decode_wait_s) == (0.75, 0.25)
+    now = of(meter)
+    assert (now.step_s, now.wait_s) == (3.0, 0.75)
+    assert (now.pages_used, now.pages_cached, now.pages_total) == (10, 4, 40)
+
+
+def test_figures_count_from_the_start_and_measure_from_the_line_before():
+    start = of(Meter(prompt_tokens=100, output_tokens=50, steps=10, preempted=1))
+    before = of(Meter(prompt_tokens=300, output_tokens=70, steps=20, preempted=1))
+    later = Meter(
+        prompt_tokens=400,
+        output_tokens=110,
+        cached_tokens=128,
+        steps=30,
+        prefill_s=1.0,
+        decode_s=1.0,
+        wait_s=1.5,
+        compile_s=2.0,
+        preempted=3,
+    )
+    now = of(later, running=1, waiting=0)
+    assert figures(start, before, now, 2.0) == {
+        "steps": 20,
+        "running": 1,
+        "waiting": 0,
+        "pages_used": 10,
+        "pages_cached": 4,
+        "pages_total": 40,
+        "prompt_tokens": 300,
+        "output_tokens": 60,
+        "cached_tokens": 128,
+        "prompt_tokens_per_s": 50.0,
+        "output_tokens_per_s": 20.0,
+        "wait_share": 0.75,
+        "host_us_per_step": 50000.0,
+        "preempted": 2,
+        "compiled": 5,
+        "compile_s": 2.0,
+        "late_compiles": 1,
+    }
+
+
+def test_a_ratio_of_nothing_is_none():
+    same = of(Meter())
+    line = figures(same, same, same, 0.0)
+    ratios = ("prompt_tokens_per_s", "output_tokens_per_s", "wait_share", "host_us_per_step")
+    assert [line[name] for name in ratios] == [None] * 4
