@@ -22,7 +22,8 @@ from deepinfer_jax.model.transformer import Network
 from deepinfer_jax.ops.device import Device, devices
 from deepinfer_jax.ops.packed import Packed
 from deepinfer_jax.ops.table import select
-from deepinfer_jax.report.plan import PACKED, MemoryPlan, fitting_plan, stored_bytes
+from deepinfer_jax.report.fit import Planner
+from deepinfer_jax.report.plan import PACKED, MemoryPlan, stored_bytes
 from deepinfer_jax.runner.compile import one_device_mesh, replicated
 from deepinfer_jax.settings import EngineConfig
 
@@ -67,8 +68,13 @@ def _check_engram(config: ModelConfig) -> None:
         )
 
 
-def _outside(folder: Path, config: ModelConfig) -> int:
-    """Bytes of the stored Engram tables, scales included, from the files' headers."""
+def _outside(folder: Path | None, config: ModelConfig) -> int:
+    """Bytes of the stored Engram tables, scales included.
+
+    From the files' headers where there are any, else as the release stores them.
+    """
+    if folder is None or (folder.is_dir() and not any(folder.glob("*.safetensors"))):
+        return stored_bytes(param_specs(config).engram_tables, "packed", np.dtype(np.float32))
     stored = open_checkpoint(folder).tensors
     weights = [f"layers.{layer}.engram.embed.weight" for layer in config.engram_layer_ids]
     names = [name for weight in weights for name in (weight, scale_name(weight))]
@@ -127,6 +133,41 @@ def _leaf(
     return read
 
 
+def planner_of(
+    config: ModelConfig,
+    engine: EngineConfig,
+    device: Device,
+    *,
+    free: int | None,
+    folder: Path | None = None,
+    traced: bool = False,
+) -> Planner:
+    """What plans this network's memory on a device, which need not be there.
+
+    Args:
+        config: of the network.
+        engine: decides arithmetic and kernels.
+        device: where it is to run.
+        free: bytes that the device can give; None to leave the check out.
+        folder: holds the weights, if there are any. Only their headers are read, and only for
+            Engram tables that share a CPU's memory.
+        traced: the network records its inside (`trace`).
+
+    Raises:
+        ConfigError: an Engram table of another size than its hash addresses.
+        NoKernelError: an op has no kernel for the device.
+    """
+    _check_engram(config)
+    name = engine.arithmetic_on(device.kind)
+    if traced and name == "release":
+        name = "release_traced"
+    ops = select(device, batch_invariant=engine.batch_invariant, overrides=dict(engine.kernels))
+    network = Network(config, arithmetic(name, engine.cache_format), ops, traced)
+    # Only a CPU's memory is the host's, where such tables lie.
+    shared = engine.engram == "host" and device.kind == "cpu"
+    return Planner(network, free, _outside(folder, config) if shared else 0)
+
+
 def assemble(
     folder: Path,
     config: ModelConfig,
@@ -159,17 +200,9 @@ def assemble(
         CheckpointError, ConfigError: as `load`; a length beyond the model's; a cache format that
             does not hold what the arithmetic defines.
     """
-    _check_engram(config)
     device = Device.of(devices()[0])
-    name = engine.arithmetic_on(device.kind)
-    if traced and name == "release":
-        name = "release_traced"
-    ops = select(device, batch_invariant=engine.batch_invariant, overrides=dict(engine.kernels))
-    network = Network(config, arithmetic(name, engine.cache_format), ops, traced)
-    # Only a CPU's memory is the host's, where such tables lie.
-    shared = engine.engram == "host" and device.kind == "cpu"
-    outside = _outside(folder, config) if shared else 0
-    plan = fitting_plan(network, engine, token_map=token_map, outside=outside, free=available_bytes)
+    planner = planner_of(config, engine, device, folder=folder, free=available_bytes, traced=traced)
+    network, plan = planner.network, planner.fitting(engine)
     dtype = np.dtype(network.arithmetic.dtype)
     loaded = load(
         folder,

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 
@@ -96,7 +96,9 @@ class LLM:
         )
         check_replay(asked.engine, self.config)
         self._engine = make_engine(asked.engine, self.assembled, token_map, kept, self._compiled)
-        self._admission = Admission(self.tokenizer, self.config, self.max_model_len)
+        self._admission = Admission(
+            self.tokenizer, self.config, self.max_model_len, cast(Any, asked.engine.truncate)
+        )
 
     def _compiled(self, program: Compiled) -> None:
         if self._progress is None:

@@ -40,6 +40,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prefill_truncation": ("off", "mask", "compact"),
     "compile": ("none", "lazy", "all"),
     "late_compile": ("warn", "error"),
+    "truncate": ("error", "left", "right"),
 }
 _SWITCHES = frozenset({"batch_invariant", "overlap", "prefill_first_exact"})
 _COUNTS = frozenset({"max_model_len", "max_num_seqs", "max_num_batched_tokens", "pages"})
@@ -83,6 +84,8 @@ class EngineConfig:
         overlap: a step is launched before the results of the one before it are read.
         sampler: "stable" draws or the "original" engine's.
         logprobs_mode: "raw" (temperature 1, unfiltered) or "processed".
+        truncate: what becomes of a prompt that leaves no room for its max_tokens: an "error", or
+            tokens are cut at its "left" (after its BOS) or "right" end until it does.
         batch_invariant: the bits of a row never depend on the other rows of its batch.
         kernels: (op, kernel name) pairs sorted by op; such a kernel is used or refused.
         compile: programs that are compiled ahead: "none", what a request is known to need ("lazy"),
@@ -109,6 +112,7 @@ class EngineConfig:
     overlap: bool = True
     sampler: str = "stable"
     logprobs_mode: str = "raw"
+    truncate: str = "error"
     batch_invariant: bool = False
     kernels: tuple[tuple[str, str], ...] = ()
     compile: str = "lazy"

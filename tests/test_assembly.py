@@ -10,12 +10,14 @@ import pytest
 from short_llm import short_config, write_short_model
 
 from deepinfer_jax import assembly
-from deepinfer_jax.assembly import assemble, host_memory
+from deepinfer_jax.assembly import assemble, host_memory, planner_of
 from deepinfer_jax.checkpoint.load import Weights
 from deepinfer_jax.checkpoint.safetensors import write_safetensors
-from deepinfer_jax.checkpoint.shards import Checkpoint, open_checkpoint
+from deepinfer_jax.checkpoint.shards import open_checkpoint
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CheckpointError, ConfigError, MemoryPlanError
+from deepinfer_jax.ops.device import Device
+from deepinfer_jax.report.fit import ALTERNATIVES
 from deepinfer_jax.report.plan import nbytes
 from deepinfer_jax.runner.step import init_state
 from deepinfer_jax.settings import EngineConfig
@@ -154,11 +156,10 @@ def test_without_a_length_memory_decides_it_before_the_models_limit_does(opened)
     whole = opened(max_num_seqs=4, available_bytes=free)
     assert (whole.positions, whole.plan.fits) == (LIMIT, True)
     for tokens in (1000, 520, 300):
-        # Memory for so many tokens, once a tenth is left out.
         room = opened(max_num_seqs=4, max_model_len=tokens).plan.total
-        net = opened(max_num_seqs=4, available_bytes=room * 10 // 9 + 1)
+        net = opened(max_num_seqs=4, available_bytes=room)
         assert net.positions == tokens // 256 * 256
-        assert net.plan.total <= 0.9 * net.plan.free and net.plan.fits
+        assert net.plan.total <= net.plan.free and net.plan.fits
         assert net.params.rope_plain.shape[0] == net.positions
 
 
@@ -169,77 +170,34 @@ def test_a_length_that_was_asked_for_is_kept_or_refused(opened):
         opened(max_num_seqs=4, max_model_len=700, available_bytes=total - 1)
 
 
-def refusal(opened, monkeypatch, **asked):
-    with monkeypatch.context() as patch, pytest.raises(MemoryPlanError) as caught:
-        patch.setattr(Checkpoint, "array", None)  # no weight may be read
-        opened(**asked)
-    return caught.value
-
-
-def test_sizes_that_do_not_fit_are_refused_with_sizes_that_do(opened, monkeypatch):
-    asked = {"max_num_seqs": 64, "max_model_len": LIMIT}
-    plan = opened(**asked).plan
-    free = plan.weights + plan.engram_tables + plan.cache * 3 // 4
-    error = refusal(opened, monkeypatch, available_bytes=free, **asked)
-    gib = 2**30
-    assert error.what == (
-        f"The engine needs {plan.total / gib:.3f} GiB ({plan.total:,} bytes), and "
-        f"{free / gib:.3f} GiB are available."
-    )
-    assert error.why == (
-        f"Weights take {plan.weights / gib:.3f} GiB, Engram tables "
-        f"{plan.engram_tables / gib:.3f} GiB, and the caches of 64 sequences of {LIMIT} tokens "
-        f"{plan.cache / gib:.3f} GiB."
-    )
-    words = error.do.removesuffix(".").split()
-    length, count = int(words[5].removesuffix(",")), int(words[-1])
-    assert error.do == (
-        f"Set engine.max_model_len to at most {length}, or engine.max_num_seqs to at most {count}."
-    )
-    assert 0 < length < LIMIT and 0 < count < 64
-    for fitting in ({"max_model_len": length}, {"max_num_seqs": count}):
-        assert opened(available_bytes=free, **(asked | fitting)).plan.fits
-
-
-def test_when_neither_size_helps_alone_both_are_advised(opened, monkeypatch):
-    # Rings cost memory per sequence, whatever its length; entries per token.
-    small = opened(max_num_seqs=1, max_model_len=64).plan.total
-    error = refusal(
-        opened,
-        monkeypatch,
-        available_bytes=small * 10 // 9 + 1,
-        max_num_seqs=10_000,
-        max_model_len=LIMIT,
-    )
-    head = "Set engine.max_num_seqs to 1 and engine.max_model_len to at most "
-    assert error.do.startswith(head)
-    assert 64 <= int(error.do.removeprefix(head).removesuffix(".")) < LIMIT
-
-
-@pytest.mark.parametrize(
-    ("engine", "advice"),
-    [
-        (
-            {},
-            "Keep the weights packed (engine.weights=packed), or leave the Engram tables on disk "
-            "(engine.engram=mmap), or run where there is more memory.",
-        ),
-        (
-            {"weights": "packed", "engram": "host"},
-            "Leave the Engram tables on disk (engine.engram=mmap), or run where there is more "
-            "memory.",
-        ),
-        ({"weights": "packed", "engram": "mmap"}, "Run where there is more memory."),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused_with_other_places_for_them(
-    opened, monkeypatch, engine, advice
+def test_what_does_not_fit_is_refused_before_the_checkpoint_is_opened(
+    opened, token_map, tmp_path, monkeypatch
 ):
-    assert refusal(opened, monkeypatch, available_bytes=1000, **engine).do == advice
+    def reader(*arguments, **keywords):
+        raise AssertionError("the checkpoint was opened")
+
+    monkeypatch.setattr(assembly, "open_checkpoint", reader)
+    monkeypatch.setattr(assembly, "load", reader)
+    with pytest.raises(AssertionError, match="was opened"):
+        opened(available_bytes=1 << 34)
+    asked = {"max_num_seqs": 1600, "max_model_len": LIMIT}
+    with pytest.raises(MemoryPlanError) as caught:
+        opened(available_bytes=1 << 30, **asked)
+    assert "and 1.000 GiB are available." in caught.value.what
+    # As `deepinfer plan` answers, which has nothing but the config.
+    device = Device.of(jax.devices()[0])
+    engine = EngineConfig(arithmetic="f32", **asked)
+    verdict = planner_of(CONFIG, engine, device, free=1 << 30).judge(engine)
+    assert str(verdict.refusal) == str(caught.value)
+    assert len(verdict.alternatives) == ALTERNATIVES
+    for way in verdict.alternatives:
+        with pytest.raises(AssertionError, match="was opened"):
+            opened(available_bytes=1 << 30, **(asked | way.changes))
 
 
 def test_tables_elsewhere_do_not_count(opened):
     packed = {"weights": "packed", "max_num_seqs": 1, "max_model_len": 64}
+    packed |= {"max_num_batched_tokens": 1}  # a step's rows are looked up for it and count
     apart = opened(engram="mmap", **packed).plan
     assert opened(engram="mmap", available_bytes=apart.total, **packed).plan.fits
     for place in ("host", "device"):

@@ -1,92 +1,208 @@
-"""Tokens a second of mixed requests, continuous against static batches.
+"""Offline throughput: the same mixed requests again and again, warm-up apart, every repeat kept.
 
-`python -m deepinfer_jax.bench.throughput [--model nano] [--sequences 1,16,64]`
-
-Requests have prompts of 16 to 400 tokens and 8 to 120 output tokens. "Static" runs them in groups
-of 16, the next group when the last of the one before has ended; "plain" and "overlapped" are the
-engine's two loops with a slot for each.
+`deepinfer bench` is its command. A repeat inside which something was compiled is no measurement: it
+stays in the record, marked as invalid, and counts in no median.
 """
 
-import argparse
-import json
-import logging
-import platform
+import math
 import statistics
-import tempfile
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from deepinfer_jax.bench.decode import finished
-from deepinfer_jax.llm import LLM
-from deepinfer_jax.ops.device import devices
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine.engine import Meter
+from deepinfer_jax.request import RequestOutput
 from deepinfer_jax.sampling_params import SamplingParams
 
-LOG = logging.getLogger("deepinfer_jax.bench")
-_GROUP, _REPEATS = 16, 3
+WINDOW_S = 10.0  # a steady window lasts so long at least, unless its size was given
+WARM_UPS = 4
+FIGURES = ("output_tokens_s", "prompt_tokens_s", "steps", "wait_share", "host_us_step", "wall_s")
+_FIRST_ID = 3  # the ids below it begin, end and pad sequences
+
+Tell = Callable[[str, int, int], None]
 
 
-def requests(count: int, vocab: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and parameters of `count` requests, the same in every run."""
-    rng = np.random.default_rng(0)
-    prompts, params = [], []
-    for _ in range(count):
-        prompts.append(rng.integers(3, vocab, int(rng.integers(16, 400))).tolist())
-        tokens = int(rng.integers(8, 120))
-        params.append(SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
-    return prompts, params
+class Engine(Protocol):
+    """What is measured: an `LLM`."""
+
+    config: ModelConfig
+
+    @property
+    def meter(self) -> Meter:
+        """Counts and seconds so far."""
+        ...
+
+    def generate(
+        self,
+        prompts: None,
+        sampling_params: Sequence[SamplingParams],
+        prompt_token_ids: Sequence[Sequence[int]],
+        use_tqdm: Callable[[int, int], None],
+    ) -> list[RequestOutput]:
+        """Answer all."""
+        ...
 
 
-def timed(llm: LLM, count: int, group: int) -> tuple[float, float]:
-    """Output tokens a second of `count` requests in groups, and the share of time spent waiting."""
-    prompts, params = requests(count, llm.config.vocab_size)
-    speeds, waits = [], []
-    for turn in range(_REPEATS + 1):
-        before, start = llm.meter, time.perf_counter()
-        for at in range(0, count, group):
-            part = slice(at, at + group)
-            finished(llm.generate(None, params[part], prompts[part]))
-        spent, after = time.perf_counter() - start, llm.meter
-        if turn:  # the first one compiles
-            speeds.append((after.output_tokens - before.output_tokens) / spent)
-            waits.append((after.wait_s - before.wait_s) / spent)
-    return statistics.median(speeds), statistics.median(waits)
+@dataclass(frozen=True)
+class Lengths:
+    """Between which lengths, both included, prompts and outputs are drawn, in tokens."""
+
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+
+    def draw(self, seed: int, count: int) -> list[tuple[int, int]]:
+        """(prompt, output) lengths of `count` requests; a longer list begins with a shorter one."""
+        rng = np.random.default_rng(seed)
+        return [
+            (
+                int(rng.integers(*self.prompt, endpoint=True)),
+                int(rng.integers(*self.output, endpoint=True)),
+            )
+            for _ in range(count)
+        ]
 
 
-def measure(model: str, count: int, kept: str) -> dict[str, Any]:
-    """One line of the table; `kept` is a folder of programs, which both loops share."""
-    row: dict[str, Any] = {"sequences": count}
-    for name, slots, group, overlap in (
-        ("static", min(count, _GROUP), _GROUP, False),
-        ("plain", count, count, False),
-        ("overlapped", count, count, True),
-    ):
-        llm = LLM(model, max_num_seqs=slots, overlap=overlap, compile_cache_dir=kept)
-        row[name], row[f"{name}_wait"] = timed(llm, count, group)
-    LOG.info(
-        f"{count} sequences: static {row['static']:.0f}, plain {row['plain']:.0f} "
-        f"({100 * row['plain_wait']:.0f} % waiting), overlapped {row['overlapped']:.0f} "
-        f"tokens/s ({100 * row['overlapped_wait']:.0f} %), "
-        f"{row['overlapped'] / row['static']:.2f} x static"
+@dataclass(frozen=True)
+class Repeat:
+    """One pass over all requests.
+
+    Attributes:
+        wall_s: seconds from the first request in to the last one out.
+        prompt_tokens, output_tokens, steps: counts.
+        wait_s: seconds in which the host waited for the device.
+        prefill_s: seconds of steps that had prompt rows.
+        compile_s: seconds of compiling inside the window; more than none makes it invalid.
+        preempted: sequences that gave up their pages.
+    """
+
+    wall_s: float
+    prompt_tokens: int
+    output_tokens: int
+    steps: int
+    wait_s: float
+    prefill_s: float
+    compile_s: float
+    preempted: int
+
+    @property
+    def valid(self) -> bool:
+        """Whether nothing was compiled."""
+        return self.compile_s == 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Counts, seconds and what follows from them, as plain JSON values."""
+        return asdict(self) | {
+            "valid": self.valid,
+            "prompt_tokens_s": self.prompt_tokens / self.wall_s,
+            "output_tokens_s": self.output_tokens / self.wall_s,
+            "wait_share": self.wait_s / self.wall_s,
+            "host_us_step": 1e6 * (self.wall_s - self.wait_s) / max(self.steps, 1),
+        }
+
+
+def measure(
+    llm: Engine,
+    lengths: Lengths,
+    *,
+    requests: int | None,
+    least: int,
+    repeats: int,
+    seed: int,
+    group: int | None = None,
+    tell: Tell = lambda what, done, total: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """Figures of one engine, as plain JSON values.
+
+    Every repeat has the same lengths and other token ids, so that no prompt is one that was seen.
+
+    Args:
+        llm: the engine.
+        lengths: of the requests.
+        requests: how many; None for as many as take `WINDOW_S`.
+        least: how many at least when they are not given.
+        repeats: how often they are run after the warm-up.
+        seed: of lengths and ids.
+        group: requests of a static batch, which must all end before the next begins; None hands
+            all to the engine at once.
+        tell: called with (what is being done, done, all) requests.
+        clock: seconds.
+
+    Raises:
+        DeepInferError: the error of a request that cannot run.
+    """
+    count, passes, compile_s = requests or least, 0, 0.0
+    while True:
+        warm = _run(llm, lengths, count, seed, passes, group, _named("warm-up", tell), clock)
+        passes, compile_s = passes + 1, compile_s + warm.compile_s
+        if warm.compile_s and passes < WARM_UPS:
+            continue
+        if requests is None and warm.wall_s < WINDOW_S and passes < WARM_UPS:
+            # A little more than needed, and programs for the longer run are compiled by it.
+            count = math.ceil(count * 1.1 * WINDOW_S / max(warm.wall_s, 1e-3))
+            requests = count
+            continue
+        break
+    done = [
+        _run(llm, lengths, count, seed, passes + i, group, _named(f"repeat {i + 1}", tell), clock)
+        for i in range(repeats)
+    ]
+    rows = [repeat.as_json() for repeat in done]
+    valid = [row for row in rows if row["valid"]]
+    return {
+        "requests": count,
+        "warm_up": {"passes": passes, "compile_s": compile_s},
+        "repeats": rows,
+        "valid": len(valid),
+        "median": {n: statistics.median(r[n] for r in valid) for n in FIGURES} if valid else None,
+        "spread": {n: [min(r[n] for r in valid), max(r[n] for r in valid)] for n in FIGURES}
+        if valid
+        else None,
+    }
+
+
+def _named(what: str, tell: Tell) -> Callable[[int, int], None]:
+    return lambda done, total: tell(what, done, total)
+
+
+def _run(
+    llm: Engine,
+    lengths: Lengths,
+    count: int,
+    seed: int,
+    turn: int,
+    group: int | None,
+    tell: Callable[[int, int], None],
+    clock: Callable[[], float],
+) -> Repeat:
+    """One pass; `turn` decides the ids."""
+    drawn = lengths.draw(seed, count)
+    usable = np.arange(_FIRST_ID, llm.config.vocab_size)
+    if llm.config.image_token_id is not None:
+        usable = usable[usable != llm.config.image_token_id]
+    rng = np.random.default_rng((seed, turn))
+    prompts = [rng.choice(usable, n).tolist() for n, _ in drawn]
+    params = [SamplingParams(temperature=0, max_tokens=m, ignore_eos=True) for _, m in drawn]
+    tell(0, count)
+    before, start = llm.meter, clock()
+    for at in range(0, count, group or count):
+        part = slice(at, at + (group or count))
+        finished(
+            llm.generate(None, params[part], prompts[part], lambda n, _, at=at: tell(at + n, count))
+        )
+    wall, after = clock() - start, llm.meter
+    return Repeat(
+        wall_s=wall,
+        prompt_tokens=after.prompt_tokens - before.prompt_tokens,
+        output_tokens=after.output_tokens - before.output_tokens,
+        steps=after.steps - before.steps,
+        wait_s=after.wait_s - before.wait_s,
+        prefill_s=after.prefill_s - before.prefill_s,
+        compile_s=after.compile_s - before.compile_s,
+        preempted=after.preempted - before.preempted,
     )
-    return row
-
-
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The command; its table goes to the log, its figures are returned and logged as JSON."""
-    parser = argparse.ArgumentParser(description="Throughput of mixed requests.")
-    parser.add_argument("--model", default="nano")
-    parser.add_argument("--sequences", default="1,16,64")
-    given = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with tempfile.TemporaryDirectory() as kept:
-        rows = [measure(given.model, int(count), kept) for count in given.sequences.split(",")]
-    machine = f"{platform.machine()}, {devices()[0].device_kind}"
-    LOG.info(json.dumps({"model": given.model, "machine": machine, "rows": rows}))
-    return rows
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ A bad prompt never stops the others: its request keeps its place and its error.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from deepinfer_jax.text.chat import render
 from deepinfer_jax.text.output import ChatText, OutputText, PlainText
 from deepinfer_jax.text.tokenizer import Tokenizer
 
+Truncate = Literal["error", "left", "right"]
 Encoded = tuple[Sequence[int], Callable[[SamplingParams], OutputText]]
 
 
@@ -30,6 +31,7 @@ class Request:
         request_id: its place among the prompts, as text.
         prompt: its text, None if it was given as ids or messages.
         ids: the prompt as the model sees it.
+        truncated: tokens of the prompt that were cut off.
         samples: its sequences; empty when it cannot run.
         error: why it cannot run, or None.
         started, first_token: seconds on the performance counter.
@@ -38,6 +40,7 @@ class Request:
     request_id: str
     prompt: str | None
     ids: tuple[int, ...] = ()
+    truncated: int = 0
     samples: list[Sample] = field(default_factory=list)
     error: DeepInferError | None = None
     started: float = 0.0
@@ -53,7 +56,9 @@ class Request:
 
     def _made(self, outputs: Iterable[CompletionOutput]) -> RequestOutput:
         failed = next((s.error for s in self.samples if s.error is not None), None)
-        metrics = {}
+        metrics: dict[str, float] = {}
+        if self.truncated:
+            metrics["truncated_tokens"] = self.truncated
         if self.first_token is not None:
             metrics["time_to_first_token_s"] = self.first_token - self.started
         return RequestOutput(
@@ -74,11 +79,14 @@ class Admission:
     Attributes:
         tokenizer, config: the model's.
         limit: longest prompt and output together, in tokens.
+        truncate: what becomes of a prompt that leaves no room for its max_tokens: it is an error,
+            or tokens are cut off; such a request has `metrics["truncated_tokens"]`.
     """
 
     tokenizer: Tokenizer
     config: ModelConfig
     limit: int
+    truncate: Truncate = "error"
 
     def prompts(
         self, prompts: Any, params: Any, token_ids: Any, multi_modal_data: Any
@@ -110,7 +118,9 @@ class Admission:
         conversations = [messages] if single else list(messages)
         chosen = _one_each(params, len(conversations))
         return [
-            self._admit(number, None, p, self._chat_encoder(number, conversation, options))
+            self._admit(
+                number, None, p, self._chat_encoder(number, conversation, options), chat=True
+            )
             for number, (conversation, p) in enumerate(zip(conversations, chosen, strict=True))
         ]
 
@@ -126,7 +136,10 @@ class Admission:
                 encode = self._plain_encoder(
                     label, text, None if text is not None else ask.prompt, None
                 )
-            requests.append(self._admit(number, None, ask.params, encode, label, ask.fitted))
+            chat = ask.messages is not None
+            requests.append(
+                self._admit(number, None, ask.params, encode, label, ask.fitted, chat=chat)
+            )
         return requests
 
     def _plain_encoder(
@@ -168,6 +181,7 @@ class Admission:
         encode: Callable[[], Encoded],
         label: str = "",
         fitted: Callable[[int, int], SamplingParams] | None = None,
+        chat: bool = False,
     ) -> Request:
         """A request; `label` is what errors call it, `fitted` sees its length before its checks."""
         request = Request(f"{number}", text)
@@ -176,6 +190,10 @@ class Admission:
             request.ids = tuple(ids)
             if fitted is not None:
                 params = fitted(len(ids), self.limit)
+            self._check_ids(label or number, request.ids)
+            if self.truncate != "error":
+                request.ids = self._cut(label or number, request.ids, params.max_tokens, chat)
+                request.truncated = len(ids) - len(request.ids)
             self._check(label or number, request.ids, params)
             seed = draw_seed() if params.seq_seed is None else params.seq_seed
             for i in range(params.n):
@@ -193,8 +211,32 @@ class Admission:
             request.error = error
         return request
 
-    def _check(self, number: int | str, ids: tuple[int, ...], params: SamplingParams) -> None:
-        vocab, limit = self.config.vocab_size, self.limit
+    def _cut(
+        self, number: int | str, ids: tuple[int, ...], max_tokens: int, chat: bool
+    ) -> tuple[int, ...]:
+        """A prompt without the tokens that are too many for it.
+
+        A BOS at its start stays, since a prompt without it is another kind of text. Nothing is cut
+        where nothing but the BOS would be left: that prompt is refused with its own length.
+        """
+        room = self.limit - max_tokens
+        kept = int(ids[:1] == (self.config.bos_token_id,))
+        if len(ids) <= room or room <= kept:
+            return ids
+        if self.truncate == "left":
+            return ids[:kept] + ids[len(ids) - room + kept :]
+        if chat:
+            raise RequestError(
+                f"Request {number}: a conversation of {len(ids)} tokens leaves no room for "
+                f"max_tokens {max_tokens} in max_model_len {self.limit}.",
+                "Its right end, which engine.truncate is to cut, is where the answer begins.",
+                "Cut it on the left, shorten it, or lower max_tokens.",
+            )
+        return ids[:room]
+
+    def _check_ids(self, number: int | str, ids: tuple[int, ...]) -> None:
+        """What no cut makes good."""
+        vocab = self.config.vocab_size
         if not ids:
             raise RequestError(
                 f"Request {number} has an empty prompt.",
@@ -210,14 +252,19 @@ class Admission:
             )
         if self.config.image_token_id is not None and self.config.image_token_id in ids:
             raise _no_images(number)
+
+    def _check(self, number: int | str, ids: tuple[int, ...], params: SamplingParams) -> None:
+        vocab, limit = self.config.vocab_size, self.limit
         if len(ids) + params.max_tokens > limit:
             room = limit - len(ids)
-            do = f"Lower max_tokens to {room}." if room > 0 else f"Shorten it to {limit - 1}."
+            do = f"Lower max_tokens to {room}" if room > 0 else f"Shorten it to {limit - 1}"
             raise RequestError(
                 f"Request {number}: prompt {len(ids)} + max_tokens {params.max_tokens} exceeds "
                 f"max_model_len {limit}.",
                 "Nothing was truncated.",
-                do,
+                f"{do}, or have engine.truncate (--truncate) cut it on the left or right."
+                if self.truncate == "error"
+                else f"{do}.",
             )
         if params.prompt_logprobs is not None:
             raise _later(number, "prompt_logprobs", "log-probs of prompt tokens")

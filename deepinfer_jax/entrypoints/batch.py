@@ -17,6 +17,7 @@ from deepinfer_jax.entrypoints.engine_options import (
     Compile,
     Model,
     RecordStep,
+    Truncate,
     open_engine,
     record_steps,
 )
@@ -58,6 +59,7 @@ def command(
             help="Another name that requests may give the model; repeatable.",
         ),
     ] = None,
+    truncate: Truncate = None,
     model: Model = None,
     config: options.Config = None,
     overrides: options.Overrides = None,
@@ -76,7 +78,12 @@ def command(
         if bad:
             live.note(f"{bad} of {len(batch.lines)} lines are no requests that can be served")
         llm = open_engine(
-            live, model=model, config=config, overrides=overrides, compile=compile_ahead
+            live,
+            model=model,
+            config=config,
+            overrides=overrides,
+            compile=compile_ahead,
+            truncate=truncate,
         )
         missed = record_steps(llm, record_step)
         journal = Journal(out, batch, llm.manifest(), resume=how, ordered=ordered)
@@ -126,6 +133,8 @@ def _told(summary: Mapping[str, Any], out: Path) -> str:
     ended = [f"{reason} {count}" for reason, count in requests["finish_reasons"].items()]
     answered = requests["count"] - requests["errors"]
     counts = [f"{answered} answered", f"{requests['errors']} errors", *ended]
+    if requests["truncated"]:
+        counts.append(f"{requests['truncated']} with truncated prompts")
     return (
         f"{requests['count']} requests: {', '.join(counts)}, {clock(summary['time']['run_s'])}\n"
         f"{out / requests['file']}  run digest {requests['digest']}"

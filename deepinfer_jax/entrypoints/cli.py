@@ -28,6 +28,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("chat", "Talk with the model, or answer given messages in sequence."),
     "batch": ("batch", "Answer a file of OpenAI batch requests, resumable."),
     "eval": ("eval", "Grade the model on held-out prompts, skill by skill."),
+    "plan": ("plan", "Show what an engine would hold in memory, and what fits."),
+    "bench": ("bench", "Measure offline throughput, warm-up apart."),
     "demo": ("demo", "Three prompts on nano, streamed, and what they took."),
     "trace": ("trace", "Write a forward's arrays, compare two traces, or redo sampler rows."),
     "replay": ("replay", "Run a recorded step again and compare it bit for bit."),

@@ -23,6 +23,14 @@ TopK = Annotated[int, typer.Option("--top-k", help="Keep this many likeliest tok
 SeqSeed = Annotated[
     int | None, typer.Option("--seq-seed", help="Seed of the draws; a fresh one without it.")
 ]
+Truncate = Annotated[
+    str | None,
+    typer.Option(
+        "--truncate",
+        metavar="error|left|right",
+        help="A prompt too long for its max_tokens: an error, or cut at that end.",
+    ),
+]
 Thinking = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="Reason before the answer.")
 ]

@@ -18,11 +18,12 @@ from deepinfer_jax.entrypoints.engine_options import (
     SeqSeed,
     TopK,
     TopP,
+    Truncate,
     open_engine,
     record_steps,
 )
 from deepinfer_jax.entrypoints.progress import Live
-from deepinfer_jax.entrypoints.results import as_json, console, json_text
+from deepinfer_jax.entrypoints.results import as_json, console, is_truncated, json_text
 from deepinfer_jax.entrypoints.watch import Requests, watching
 from deepinfer_jax.errors import DeepInferError, RequestError
 from deepinfer_jax.llm import LLM
@@ -68,6 +69,7 @@ def command(
         typer.Option("--metrics", metavar="FILE.jsonl", help="File that gets a line a second."),
     ] = None,
     record_step: RecordStep = None,
+    truncate: Truncate = None,
     out: options.Out = None,
     as_json_object: options.Json = False,
     quiet: options.Quiet = False,
@@ -92,7 +94,12 @@ def command(
     interrupted = False
     with Live(quiet) as live:
         llm = open_engine(
-            live, model=model, config=config, overrides=overrides, compile=compile_ahead
+            live,
+            model=model,
+            config=config,
+            overrides=overrides,
+            compile=compile_ahead,
+            truncate=truncate,
         )
         requests = Requests(len(texts))
         transcript = Transcript(screen) if streams else None
@@ -113,12 +120,16 @@ def command(
             except KeyboardInterrupt:
                 interrupted = True
     finished = [outputs[number] for number in sorted(outputs)]
+    truncated = sum(map(is_truncated, finished))
     if as_json_object:
-        print(json_text({"results": [as_json(output) for output in finished]}))
+        results = [as_json(output) for output in finished]
+        print(json_text({"results": results, "truncated_requests": truncated}))
     elif transcript is None:
         _print_all(screen, finished)
     if not as_json_object:
         _print_details(screen, finished, show_ids)
+    if truncated:
+        print(f"{truncated} of {len(finished)} prompts were truncated to fit.", file=sys.stderr)
     if interrupted:
         raise KeyboardInterrupt
     failed: list[DeepInferError] = [o.error for o in finished if o.error is not None]

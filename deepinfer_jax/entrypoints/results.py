@@ -45,6 +45,11 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     }
 
 
+def is_truncated(output: RequestOutput) -> bool:
+    """Whether tokens of its prompt were cut off to make it fit."""
+    return output.metrics.get("truncated_tokens", 0) > 0
+
+
 def completion_json(sample: CompletionOutput) -> dict[str, Any]:
     """One sample as plain JSON values."""
     return {
@@ -82,7 +87,7 @@ class ResultFolder:
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]):
-        self._folder = folder
+        self._folder, self._manifest, self._truncated = folder, manifest, 0
         path = folder / "results.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,10 +110,14 @@ class ResultFolder:
         """Add one finished request."""
         self._lines.write(json_text(as_json(output)) + "\n")
         self._lines.flush()
+        self._truncated += is_truncated(output)
 
     def close(self) -> None:
-        """No more will come."""
+        """No more will come; prompts that were cut are counted in the manifest."""
         self._lines.close()
+        if self._truncated:
+            counted = {**self._manifest, "truncated_requests": self._truncated}
+            write_json(self._folder / "run.json", counted)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -125,5 +125,6 @@ def _result(
             "line": line.number,
             "digest": digest,
             "seq_seed": [sample.seq_seed for output in outputs for sample in output.outputs],
+            "truncated_tokens": sum(int(o.metrics.get("truncated_tokens", 0)) for o in outputs),
         },
     }

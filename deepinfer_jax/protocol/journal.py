@@ -35,17 +35,21 @@ class Tally:
 
     Attributes:
         answered, failed: lines.
+        truncated: lines of which a prompt was cut.
         finish_reasons: choices by why they ended.
     """
 
     answered: int = 0
     failed: int = 0
+    truncated: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     _digests: list[str] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
         """Count one more line."""
         self._digests.append(result["deepinfer"]["digest"])
+        # Absent from results of earlier versions, which cut nothing.
+        self.truncated += result["deepinfer"].get("truncated_tokens", 0) > 0
         if result["error"] is not None:
             self.failed += 1
             return
@@ -136,6 +140,7 @@ class Journal:
                 "file": RESULTS,
                 "count": count,
                 "errors": tally.failed,
+                "truncated": tally.truncated,
                 "finish_reasons": dict(sorted(tally.finish_reasons.items())),
                 "digest": f"sha256:{tally.digest}",
             },

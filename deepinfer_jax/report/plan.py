@@ -1,11 +1,8 @@
-"""What an engine holds in memory, in bytes, by part, and how long its sequences may be for it.
+"""What an engine holds in memory, in bytes, by part. It follows from shapes: no weight is read."""
 
-All of it follows from shapes: no weight is read.
-"""
-
-import bisect
+import dataclasses
 import math
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,43 +11,82 @@ import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError, MemoryPlanError
+from deepinfer_jax.model.cache import PAGE, pages_of
 from deepinfer_jax.model.params import ParamSpec, param_specs
 from deepinfer_jax.model.transformer import Network
+from deepinfer_jax.report.temporaries import step_temporaries
+from deepinfer_jax.runner.layout import Bucket
 from deepinfer_jax.runner.step import init_state
 from deepinfer_jax.settings import EngineConfig
 
 PACKED = {"q8": (1, 1024), "q4": (2, 32), "table": (1, 32)}
 """Weights that share a byte of codes, and a byte of scales, in each packed format."""
 
-_SPARE = 10  # one part in so many is left to what a step itself needs
-_GRAIN = 256  # tokens
 _F32 = np.dtype(np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Bytes of one engine on its device.
 
     Attributes:
-        weights: parameters without the Engram tables.
+        weights: parameters without the Engram tables, rotary tables among them.
         engram_tables: tables in the device's memory, which on a CPU is also the host's; 0 when
             they are elsewhere or on disk.
-        cache: all slots together.
+        windows: window rings of all layers and slots.
+        entries, index_keys: the pages, of all kv sources.
+        slot_state: raw compressor rows, look-back ids, page tables and lengths.
+        step: what the largest step program needs besides: its input and its temporaries. An
+            estimate, see `report.temporaries`; all other parts are exact.
         slots, positions: sequences at a time, and the longest of them in tokens.
+        rows: tokens of one step at most.
+        pages: of `page` tokens each, without the one that belongs to nobody.
         free: what the device could still give before the weights were loaded; None when unknown.
     """
 
     weights: int
     engram_tables: int
-    cache: int
+    windows: int
+    entries: int
+    index_keys: int
+    slot_state: int
+    step: int
     slots: int
     positions: int
-    free: int | None
+    rows: int
+    pages: int
+    page: int = PAGE
+    free: int | None = None
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part, under the names that tables and messages show."""
+        return {
+            "weights": self.weights,
+            "Engram tables": self.engram_tables,
+            "window rings": self.windows,
+            "main KV pages": self.entries,
+            "index key pages": self.index_keys,
+            "other slot state": self.slot_state,
+            "step": self.step,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Bytes by part and sizes, as plain JSON values."""
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        free = sizes.pop("free")
+        left = None if free is None else free - self.total
+        return sizes | {"total": self.total, "free": free, "left": left, "fits": self.fits}
+
+    @property
+    def cache(self) -> int:
+        """All state of the sequences."""
+        return self.windows + self.entries + self.index_keys + self.slot_state
 
     @property
     def total(self) -> int:
         """All parts together."""
-        return self.weights + self.engram_tables + self.cache
+        return sum(self.parts.values())
 
     @property
     def fits(self) -> bool | None:
@@ -90,106 +126,105 @@ def max_length(engine: EngineConfig, config: ModelConfig) -> int:
     return engine.max_model_len
 
 
-def fitting_plan(
-    network: Network,
-    engine: EngineConfig,
-    *,
-    token_map: np.ndarray,
-    outside: int = 0,
-    free: int | None,
+def memory_plan(
+    net: Network, engine: EngineConfig, positions: int, *, free: int | None, outside: int = 0
 ) -> MemoryPlan:
-    """The plan to run: as asked, or as long as memory holds when no length was asked for.
-
-    A length that is chosen here leaves a tenth of the memory to what a step itself needs.
+    """The plan of these sizes, whether it fits or not.
 
     Args:
-        network: whose weights and caches are counted.
-        engine: its formats and sizes.
-        token_map: int32 [vocab].
-        outside: bytes of Engram tables that are not parameters and lie in the same memory.
-        free: bytes that there are; None leaves the check out.
-
-    Raises:
-        MemoryPlanError: no such plan fits; its advice is sizes that do.
-        ConfigError: a length beyond the model's.
+        net: whose weights and caches are counted.
+        engine: its formats and sizes; `positions` stands for `max_model_len`.
+        positions: longest sequence in tokens.
+        free: bytes that there are, None when unknown.
+        outside: bytes of Engram tables that are not parameters and lie in the same memory when
+            they are held on the host.
     """
-    plan = _planner(network, engine, token_map, outside, free)
-    slots, limit = engine.max_num_seqs, max_length(engine, network.config)
-    wanted = plan(slots, limit)
-    if free is None:
-        return wanted
-    room = free - free // _SPARE
-    if wanted.total <= (room if engine.max_model_len is None else free):
-        return wanted
-    if engine.max_model_len is None:
-        # Coarse, so that programs kept for one length serve the next start too.
-        blocks = _most(limit // _GRAIN, lambda n: plan(slots, n * _GRAIN).total <= room)
-        if blocks:
-            return plan(slots, blocks * _GRAIN)
-    raise MemoryPlanError(
-        f"The engine needs {_gib(wanted.total)} ({wanted.total:,} bytes), and {_gib(free)} are "
-        "available.",
-        f"Weights take {_gib(wanted.weights)}, Engram tables {_gib(wanted.engram_tables)}, and "
-        f"the caches of {slots} sequences of {limit} tokens {_gib(wanted.cache)}.",
-        _advice(engine, wanted, plan, room),
+    slots = engine.max_num_seqs
+    held, tables = _parameters(net, engine.weights, engine.engram == "device")
+    pages = slots * pages_of(positions) if engine.pages is None else engine.pages
+    state = jax.eval_shape(
+        lambda: init_state(net, slots=slots, positions=positions, pages=1 + pages)
+    )
+    windows = nbytes(state.cache.window)
+    entries = sum(nbytes(source.entries) for source in state.cache.sources)
+    index_keys = sum(nbytes(source.index_keys) for source in state.cache.sources)
+    rows = max(engine.max_num_batched_tokens, slots + 1)
+    temporaries = step_temporaries(
+        net,
+        packed=engine.weights == "packed",
+        rows=rows,
+        parts=slots,
+        slots=slots,
+        positions=positions,
+    )
+    angles = 2 * net.config.qk_rope_head_dim * _F32.itemsize  # of one position, both tables
+    return MemoryPlan(
+        weights=held + positions * angles,
+        engram_tables=tables + (outside if engine.engram == "host" else 0),
+        windows=windows,
+        entries=entries,
+        index_keys=index_keys,
+        slot_state=nbytes(state) - windows - entries - index_keys,
+        step=temporaries + _input(net, engine, rows, positions),
+        slots=slots,
+        positions=positions,
+        rows=rows,
+        pages=pages,
+        free=free,
     )
 
 
-def _planner(
-    network: Network,
-    engine: EngineConfig,
-    token_map: np.ndarray,
-    outside: int,
-    free: int | None,
-) -> Callable[[int, int], MemoryPlan]:
-    """What would be held, as a function of slots and positions."""
-    config, dtype = network.config, np.dtype(network.arithmetic.dtype)
-    specs = param_specs(config, tables=engine.engram == "device")
-    tables = stored_bytes(specs.engram_tables, engine.weights, dtype)
-    weights = stored_bytes(specs, engine.weights, dtype) - tables + token_map.nbytes
-    pages = None if engine.pages is None else 1 + engine.pages
-    angles = 2 * config.qk_rope_head_dim * _F32.itemsize  # of one position, both tables
+def out_of_memory(error: BaseException, plan: MemoryPlan) -> MemoryPlanError | None:
+    """The refusal that stands for an allocation that failed in spite of the plan, or None.
 
-    def plan(slots: int, positions: int) -> MemoryPlan:
-        state = jax.eval_shape(
-            lambda: init_state(network, slots=slots, positions=positions, pages=pages)
-        )
-        held = weights + positions * angles
-        return MemoryPlan(held, tables + outside, nbytes(state), slots, positions, free)
-
-    return plan
+    Args:
+        error: what a launch or a transfer raised.
+        plan: of the engine.
+    """
+    if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    asked = re.search(r"allocat\w+ (\d+) ?bytes", str(error))
+    tried = f" while it tried to allocate {int(asked[1]):,} bytes" if asked else ""
+    planned = f"{size_text(plan.total)} were planned"
+    if plan.free is not None:
+        planned += f" of {size_text(plan.free)} that were free"
+    return MemoryPlanError(
+        f"The device ran out of memory{tried}; {planned}.",
+        told(plan),
+        "Free what else uses the device, or lower engine.max_num_seqs, engine.max_model_len or "
+        "engine.max_num_batched_tokens; `deepinfer plan` shows what each takes.",
+    )
 
 
-def _advice(
-    engine: EngineConfig, wanted: MemoryPlan, plan: Callable[[int, int], MemoryPlan], room: int
-) -> str:
-    """What to change so that the plan fits `room`."""
-    if plan(1, 1).total > room:
-        ways = []
-        if engine.weights != "packed":
-            ways.append("keep the weights packed (engine.weights=packed)")
-        if wanted.engram_tables:
-            ways.append("leave the Engram tables on disk (engine.engram=mmap)")
-        text = ", or ".join([*ways, "run where there is more memory"])
-        return f"{text[0].upper()}{text[1:]}."
-    slots, positions = wanted.slots, wanted.positions
-    length = _most(positions, lambda n: plan(slots, n).total <= room)
-    count = _most(slots, lambda n: plan(n, positions).total <= room)
-    ways = []
-    if length:
-        ways.append(f"engine.max_model_len to at most {length}")
-    if count:
-        ways.append(f"engine.max_num_seqs to at most {count}")
-    if not ways:
-        alone = _most(positions, lambda n: plan(1, n).total <= room)
-        ways.append(f"engine.max_num_seqs to 1 and engine.max_model_len to at most {alone}")
-    return f"Set {', or '.join(ways)}."
+def size_text(count: int) -> str:
+    """Bytes in GiB, or in MiB below one."""
+    return f"{count / 2**30:.3f} GiB" if count >= 2**30 else f"{count / 2**20:.3f} MiB"
 
 
-def _most(n: int, fits: Callable[[int], bool]) -> int:
-    """The largest of 1 to n that fits, where all below one that fits do too; 0 if none does."""
-    return bisect.bisect_right(range(1, n + 1), False, key=lambda i: not fits(i))
+def told(plan: MemoryPlan) -> str:
+    """A plan's parts in one sentence."""
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.parts.items())
+    return (
+        f"It is made of {parts}, for {plan.slots} sequences of {plan.positions} tokens, "
+        f"{plan.pages} pages and steps of {plan.rows} tokens."
+    )
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.3f} GiB"
+def _input(net: Network, engine: EngineConfig, rows: int, positions: int) -> int:
+    """Bytes of a step's plan, and of Engram rows that the host looks up."""
+    c, slots = net.config, engine.max_num_seqs
+    bucket = Bucket(rows, rows, slots, slots + 1 + pages_of(positions))
+    size = (bucket.ints + 2 * slots) * _F32.itemsize
+    if engine.engram != "device":
+        width = c.engram_columns * c.engram_head_dim
+        size += len(c.engram_layer_ids) * rows * width * np.dtype(net.arithmetic.dtype).itemsize
+    return size
+
+
+def _parameters(net: Network, formats: str, tables: bool) -> tuple[int, int]:
+    """Bytes of the parameters without rotary tables: (all but Engram tables, Engram tables)."""
+    dtype = np.dtype(net.arithmetic.dtype)
+    specs = param_specs(net.config, tables=tables)
+    engram = stored_bytes(specs.engram_tables, formats, dtype)
+    token_map = net.config.vocab_size * np.dtype(np.int32).itemsize
+    return stored_bytes(specs, formats, dtype) - engram + token_map, engram

@@ -1,3 +1,4 @@
+import dataclasses
 import tomllib
 
 import numpy as np
@@ -43,12 +44,12 @@ BAD = {
     "a prompt that is too long": (
         (list(range(49)), None, None, None),
         "Request 1: prompt 49 + max_tokens 16 exceeds max_model_len 64. Nothing was truncated. "
-        "Lower max_tokens to 15.",
+        "Lower max_tokens to 15, or have engine.truncate (--truncate) cut it on the left or right.",
     ),
     "a prompt without any room": (
         (list(range(64)), SamplingParams(max_tokens=1), None, None),
         "prompt 64 + max_tokens 1 exceeds max_model_len 64. Nothing was truncated. "
-        "Shorten it to 63.",
+        "Shorten it to 63, or have engine.truncate (--truncate) cut it on the left or right.",
     ),
     "an id behind the vocabulary": (
         ([0, 288], None, None, None),
@@ -119,6 +120,65 @@ def test_a_bad_request_keeps_its_place_and_its_reason_and_the_others_run(admissi
     for request in (requests[0], requests[2]):
         assert request.error is None and request.ids == HELLO
         assert len(request.samples) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65])
+@pytest.mark.parametrize("most", [1, 63, 64])
+def test_a_prompt_is_accepted_exactly_when_it_and_its_output_fit(admission, tokens, most):
+    (request,) = admit(admission, [0] * tokens, SamplingParams(max_tokens=most))
+    assert (request.error is None) == (tokens + most <= LIMIT)
+    assert len(request.ids) == tokens and request.truncated == 0
+    if request.error is not None:
+        asked = f"Request 0: prompt {tokens} + max_tokens {most} exceeds max_model_len {LIMIT}. "
+        assert said_by(request.error).startswith(asked + "Nothing was truncated.")
+
+
+LONG = [0, *range(3, 103)]
+
+
+@pytest.mark.parametrize(
+    ("truncate", "ids", "kept"),
+    [
+        ("left", LONG, [0, *LONG[-43:]]),  # the BOS stays
+        ("left", LONG[1:], LONG[-44:]),
+        ("right", LONG, LONG[:44]),
+        ("left", LONG[:44], LONG[:44]),
+        ("right", LONG[:44], LONG[:44]),
+    ],
+)
+def test_a_prompt_is_cut_at_the_end_that_was_named(admission, truncate, ids, kept):
+    cutting = dataclasses.replace(admission, truncate=truncate)
+    (request,) = admit(cutting, ids, SamplingParams(max_tokens=20))
+    assert list(request.ids) == kept == request.samples[0].prompt.tolist()
+    assert request.truncated == len(ids) - len(kept)
+    metrics = request.output("raw").metrics
+    assert metrics.get("truncated_tokens", 0) == request.truncated
+
+
+@pytest.mark.parametrize("truncate", ["left", "right"])
+def test_a_prompt_is_never_cut_to_nothing(admission, truncate):
+    cutting = dataclasses.replace(admission, truncate=truncate)
+    for most in (63, 64, 65):
+        (request,) = admit(cutting, LONG, SamplingParams(max_tokens=most))
+        assert "prompt 101 + max_tokens" in said_by(request.error)
+        assert request.error.do == "Shorten it to 63." and request.truncated == 0
+
+
+def test_what_is_cut_off_is_checked_all_the_same(admission):
+    cutting = dataclasses.replace(admission, truncate="right")
+    params = SamplingParams(max_tokens=20)
+    assert "holds token id 288" in said_by(admit(cutting, [*LONG, 288], params)[0].error)
+    assert "holds an image" in said_by(admit(cutting, [*LONG, 272], params)[0].error)
+
+
+def test_a_conversation_is_cut_on_the_left_alone(admission):
+    long, params = user("x" * 100), SamplingParams(max_tokens=20)
+    (whole,) = admission.chats(long, params, {})
+    (left,) = dataclasses.replace(admission, truncate="left").chats(long, params, {})
+    assert left.error is None and left.ids == (0, *whole.ids[-43:])
+    (right,) = dataclasses.replace(admission, truncate="right").chats(long, params, {})
+    assert f"a conversation of {len(whole.ids)} tokens leaves no room" in said_by(right.error)
+    assert "is where the answer begins" in right.error.why
 
 
 def test_texts_and_ids_are_told_apart(admission):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from bitwise import assert_same_bits
 from short_llm import short_config
 from tiny_model import write_tiny_model
 
