@@ -16,14 +16,15 @@ from deepinfer_jax.checkpoint.hub import resolve_model
 from deepinfer_jax.engine.admission import Admission, Request
 from deepinfer_jax.engine.meter import Meter, Snapshot
 from deepinfer_jax.engine.programs import Compiled
+from deepinfer_jax.engine.scoring import admit_pairs
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.engine_settings import check_replay, make_engine
-from deepinfer_jax.errors import ConfigError, DeepInferError
+from deepinfer_jax.errors import ConfigError, DeepInferError, RequestError
 from deepinfer_jax.ops.device import devices, free_bytes
 from deepinfer_jax.protocol.ask import Ask
 from deepinfer_jax.report.manifest import manifest
 from deepinfer_jax.report.plan import MemoryPlan
-from deepinfer_jax.request import RequestOutput
+from deepinfer_jax.request import RequestOutput, Score
 from deepinfer_jax.runner.compile import keep_compiled, source_digest
 from deepinfer_jax.runner.record import Recorder, StepRecord
 from deepinfer_jax.sampling_params import SamplingParams
@@ -118,7 +119,11 @@ class LLM:
         return self.assembled.positions
 
     def prepare(
-        self, prompt_tokens: Iterable[int] = (1,), sequences: int = 1, logprobs: int = 0
+        self,
+        prompt_tokens: Iterable[int] = (1,),
+        sequences: int = 1,
+        logprobs: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> None:
         """Compile ahead, side by side, what the first answers will need.
 
@@ -129,12 +134,14 @@ class LLM:
             prompt_tokens: lengths of the prompts, in tokens.
             sequences: how many run at the same time.
             logprobs: top log-probs that will be asked for.
+            prompt_logprobs: top log-probs of prompts that will be asked for; None for none. `score`
+                asks for logprobs=1 and prompt_logprobs=0.
         """
         how = self._settings.engine.compile
         if how == "all":
-            self._engine.prepare_all((logprobs,))
+            self._engine.prepare_all((logprobs,), prompt_logprobs)
         elif how == "lazy":
-            self._engine.prepare(tuple(prompt_tokens), sequences, logprobs)
+            self._engine.prepare(tuple(prompt_tokens), sequences, logprobs, prompt_logprobs)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -284,6 +291,56 @@ class LLM:
         """
         check_options(options)
         return self._stream(self._admission.chats(messages, sampling_params, options))
+
+    def score(
+        self,
+        pairs: Iterable[tuple[str, str] | tuple[Sequence[int], Sequence[int]]],
+        use_tqdm: bool | Callable[[int, int], None] = True,
+    ) -> list[Score]:
+        """How likely each continuation is after its context.
+
+        Args:
+            pairs: (context, continuation), both as texts or both as token ids. Two texts are
+                encoded together, behind one BOS; ids are taken as they are. An empty context is
+                BOS alone, and an empty continuation has the log-prob 0.
+            use_tqdm: as in `generate`.
+
+        Returns:
+            One score per pair, in order, of raw log-probs. A pair that cannot be scored, such as
+            one longer than `max_model_len`, has `.error`; nothing is truncated.
+
+        Raises:
+            RequestError: the engine reports processed log-probs.
+        """
+        found = dict(self.scores(pairs, use_tqdm))
+        return [found[place] for place in range(len(found))]
+
+    def scores(
+        self, pairs: Iterable[Any], use_tqdm: bool | Callable[[int, int], None] = True
+    ) -> Iterator[tuple[int, Score]]:
+        """As `score`, but yields (place among the pairs, score) as they finish, each place once."""
+        self._check_raw()
+        admitted = admit_pairs(list(pairs), self._admission)
+        owner = {}
+        for place, pair in enumerate(admitted):
+            if pair.request is None or pair.request.error is not None:
+                yield place, pair.score()
+            else:
+                owner[id(pair.request)] = place
+        requests = [pair.request for pair in admitted if pair.request is not None]
+        for stepped in self._run(requests, use_tqdm if callable(use_tqdm) else None):
+            for request, _ in stepped:
+                if all(s.finished for s in request.samples):
+                    place = owner[id(request)]
+                    yield place, admitted[place].score()
+
+    def _check_raw(self) -> None:
+        if self._settings.engine.logprobs_mode != "raw":
+            raise RequestError(
+                "score was called with engine.logprobs_mode=processed.",
+                "A score is a sum of raw log-probs: of no temperature and no filter.",
+                "Open the model with logprobs_mode=raw, which is the default.",
+            )
 
     def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
         mode = self._settings.engine.logprobs_mode

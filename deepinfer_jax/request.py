@@ -82,6 +82,29 @@ class CompletionOutput:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Score:
+    """How likely a continuation is after a context; there is one for every pair, whatever fails.
+
+    Attributes:
+        logprob_sum: the sum of `logprobs`, taken in float64; 0 for an empty continuation, NaN
+            after an error.
+        logprobs: float32 [c], natural log of each token's probability at temperature 1, given all
+            tokens before it.
+        is_greedy: every token is the likeliest at its place (lowest id on ties), so that greedy
+            decoding would write exactly this.
+        context_token_ids, token_ids: the tokens of the context and the continuation, as scored.
+        error: why the pair could not be scored, or None.
+    """
+
+    logprob_sum: float
+    logprobs: np.ndarray
+    is_greedy: bool
+    context_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    error: DeepInferError | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
     """What became of one prompt; there is one for every prompt, whatever fails.
@@ -97,7 +120,8 @@ class RequestOutput:
         finished: no more will come.
         error: why the request failed, or None. It is reported, not raised, so that the other
             requests of the call are not lost.
-        prompt_logprobs: of the prompt's tokens after the first, if they were asked for.
+        prompt_logprobs: of the prompt's tokens after the first, if they were asked for: of p tokens
+            arrays of p - 1. In a stream they come once, with the first token.
         metrics: measured numbers by name; durations in seconds (names end in `_s`).
     """
 
@@ -122,7 +146,8 @@ class RequestOutput:
             for sample in part.outputs:
                 samples.setdefault(sample.index, []).append(sample)
         outputs = tuple(_joined(samples[index]) for index in sorted(samples))
-        return replace(given[-1], outputs=outputs)
+        scored = next((p.prompt_logprobs for p in given if p.prompt_logprobs is not None), None)
+        return replace(given[-1], outputs=outputs, prompt_logprobs=scored)
 
 
 def _joined(parts: Sequence[CompletionOutput]) -> CompletionOutput:

@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("settings", "env", "ops", "report", "sampling_params", "protocol"),
     }
     | BASE,
+    "evaluation": {"llm", "protocol", "text", "files"} | ASKED | {"errors"},
     "skills": {"text"} | BASE,
     "training": {"model", "sampling", "checkpoint", "text", "ops", "skills", "files"} | BASE,
     "bench": {"llm", "assembly", "engine", "runner", "report", "settings", "ops"} | ASKED | BASE,

@@ -107,7 +107,7 @@ BAD = {
         SamplingParams(so_args={"schema_type": "regex", "schema": "a"}),
         "sets so_args.",
     ),
-    "prompt log-probs": ("a", SamplingParams(prompt_logprobs=0), "sets prompt_logprobs."),
+    "prompt log-probs": ("a", SamplingParams(prompt_logprobs=289), "asks for prompt_logprobs=289;"),
 }
 
 

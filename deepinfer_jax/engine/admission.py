@@ -13,7 +13,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.errors import DeepInferError, RequestError
 from deepinfer_jax.protocol.ask import Ask
-from deepinfer_jax.request import CompletionOutput, RequestOutput
+from deepinfer_jax.request import CompletionOutput, RequestOutput, TokenLogprobs
 from deepinfer_jax.sampling_params import SamplingParams, draw_seed, sample_seed
 from deepinfer_jax.text.chat import render
 from deepinfer_jax.text.output import ChatText, OutputText, PlainText
@@ -45,16 +45,25 @@ class Request:
     error: DeepInferError | None = None
     started: float = 0.0
     first_token: float | None = None
+    _told_prompt: bool = False  # `news` has given the prompt's log-probs away
 
     def output(self, mode: str) -> RequestOutput:
         """All that it has produced; `mode` names the distribution of the log-probs."""
-        return self._made(s.completion(mode) for s in self.samples)
+        return self._made((s.completion(mode) for s in self.samples), self._scored(mode))
 
     def news(self, stepped: Iterable[Sample], mode: str) -> RequestOutput:
         """What its samples `stepped` have produced since they were last among them."""
-        return self._made(s.news(mode) for s in stepped)
+        scored = None if self._told_prompt else self._scored(mode)
+        self._told_prompt |= scored is not None
+        return self._made((s.news(mode) for s in stepped), scored)
 
-    def _made(self, outputs: Iterable[CompletionOutput]) -> RequestOutput:
+    def _scored(self, mode: str) -> TokenLogprobs | None:
+        """Of the prompt, which is run for all samples but scored once."""
+        return self.samples[0].prompt_logprobs(mode) if self.samples else None
+
+    def _made(
+        self, outputs: Iterable[CompletionOutput], scored: TokenLogprobs | None
+    ) -> RequestOutput:
         failed = next((s.error for s in self.samples if s.error is not None), None)
         metrics: dict[str, float] = {}
         if self.truncated:
@@ -68,6 +77,7 @@ class Request:
             outputs=tuple(outputs),
             finished=all(s.finished for s in self.samples),
             error=self.error or failed,
+            prompt_logprobs=scored,
             metrics=metrics,
         )
 
@@ -142,6 +152,10 @@ class Admission:
             )
         return requests
 
+    def of_ids(self, number: int, ids: Sequence[int], params: SamplingParams) -> Request:
+        """The request of one prompt of token ids."""
+        return self._admit(number, None, params, self._plain_encoder(number, None, ids, None))
+
     def _plain_encoder(
         self, number: int | str, text: str | None, ids: Any, image: Any
     ) -> Callable[[], Encoded]:
@@ -149,7 +163,7 @@ class Admission:
             if image:
                 raise _no_images(number)
             if ids is not None:
-                encoded = _as_ids(number, ids)
+                encoded = as_ids(number, ids)
             elif text:
                 encoded = self.tokenizer.encode(text)
             else:
@@ -194,7 +208,7 @@ class Admission:
             if self.truncate != "error":
                 request.ids = self._cut(label or number, request.ids, params.max_tokens, chat)
                 request.truncated = len(ids) - len(request.ids)
-            self._check(label or number, request.ids, params)
+            self.check(label or number, request.ids, params)
             seed = draw_seed() if params.seq_seed is None else params.seq_seed
             for i in range(params.n):
                 sample = Sample(
@@ -253,7 +267,8 @@ class Admission:
         if self.config.image_token_id is not None and self.config.image_token_id in ids:
             raise _no_images(number)
 
-    def _check(self, number: int | str, ids: tuple[int, ...], params: SamplingParams) -> None:
+    def check(self, number: int | str, ids: tuple[int, ...], params: SamplingParams) -> None:
+        """Refuse, with a RequestError, what can never run; `number` is what the error calls it."""
         vocab, limit = self.config.vocab_size, self.limit
         if len(ids) + params.max_tokens > limit:
             room = limit - len(ids)
@@ -266,22 +281,21 @@ class Admission:
                 if self.truncate == "error"
                 else f"{do}.",
             )
-        if params.prompt_logprobs is not None:
-            raise _later(number, "prompt_logprobs", "log-probs of prompt tokens")
         if params.so_args is not None:
             raise _later(number, "so_args", "structured output")
-        if (params.logprobs or 0) > vocab:
-            raise RequestError(
-                f"Request {number} asks for {params.logprobs} log-probs; the vocabulary has "
-                f"{vocab} ids.",
-                "There are no more tokens to report.",
-                f"Set logprobs to at most {vocab}.",
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(params, name) or 0) > vocab:
+                raise RequestError(
+                    f"Request {number} asks for {name}={asked}; the vocabulary has {vocab} ids.",
+                    "There are no more tokens to report.",
+                    f"Set {name} to at most {vocab}.",
+                )
         _check_known(number, "stops at", "stop_token_ids", params.stop_token_ids, vocab)
         _check_known(number, "forces", "golden_token_ids", params.golden_token_ids or (), vocab)
 
 
-def _as_ids(number: int | str, ids: Any) -> list[int]:
+def as_ids(number: int | str, ids: Any) -> list[int]:
+    """Token ids as a list. Raises RequestError for anything but one list of integers."""
     try:
         array = np.asarray(ids)
         kind = f"type {array.dtype} and shape {list(array.shape)}"

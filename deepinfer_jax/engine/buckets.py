@@ -82,6 +82,7 @@ def pack(
     draws: Draws,
     prompts: Mapping[int, np.ndarray],
     forced: np.ndarray | None = None,
+    score_from: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The int32 and float32 arrays of a placed plan, laid out as `runner.layout` says.
 
@@ -90,6 +91,7 @@ def pack(
         draws: of the slots.
         prompts: slot -> int32, the tokens that a prefill runs; read for prefill parts alone.
         forced: int32 [slots], the token that this step writes instead of a drawn one, -1: none.
+        score_from: int32 [p], first position of each part whose row is scored, -1: none.
     """
     assert plan.bucket is not None, "a plan without rows has no arrays"
     ints, floats = plan.bucket.empty()
@@ -110,6 +112,7 @@ def pack(
         Part.FLOOR: run.floor[slot],
         Part.KEEP_FROM: run.keep_from[slot],
         Part.FORCED: -1 if forced is None else forced[slot],
+        Part.SCORE_FROM: -1 if score_from is None else score_from,
     }
     for column, values in columns.items():
         parts[:p, column] = values
@@ -118,5 +121,8 @@ def pack(
     updates[: len(plan.updates)] = plan.updates
     for part in np.flatnonzero(plan.prefill):
         begin, start, count = offset[part], plan.start[part], plan.count[part]
-        ids[begin : begin + count] = prompts[int(slot[part])][start : start + count]
+        tokens = prompts[int(slot[part])]
+        ids[begin : begin + count] = tokens[start : start + count]
+        if start + count < len(tokens):
+            parts[part, Part.NEXT] = tokens[start + count]
     return ints, floats

@@ -23,12 +23,14 @@ from deepinfer_jax.engine.pages import PagePool
 from deepinfer_jax.engine.plan import Limits, Plan
 from deepinfer_jax.engine.planner import plan as plan_step
 from deepinfer_jax.engine.prefix import Reuse
-from deepinfer_jax.engine.programs import LateCompile, Programs, Report
+from deepinfer_jax.engine.programs import LateCompile, Programs, Report, top_count
 from deepinfer_jax.engine.roster import Roster
-from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.engine.scores import scored_parts, take_scores
+from deepinfer_jax.engine.sequence import Sequence, not_finite
 from deepinfer_jax.engine.transfer import Transfer
 from deepinfer_jax.errors import DeepInferError, MemoryPlanError, RequestError
 from deepinfer_jax.runner.compile import replicated
+from deepinfer_jax.runner.layout import ProgramKey
 from deepinfer_jax.runner.record import Recorder, StepRecord, replayed
 from deepinfer_jax.runner.schedule import StepInput
 from deepinfer_jax.runner.step import Network, Params, StepOptions, init_state
@@ -42,6 +44,7 @@ class _Flight:
 
     plan: Plan
     drawing: list[tuple[int, int]]  # (part, number of the sequence)
+    scoring: list[tuple[int, int]]  # likewise
     out: Any
 
 
@@ -161,30 +164,45 @@ class Engine:
             late=len(self._programs.late),
         )
 
-    def prepare(self, prompts: tuple[int, ...], live: int, logprobs: int = 0) -> None:
+    def prepare(
+        self, prompts: tuple[int, ...], live: int, logprobs: int = 0, scored: int | None = None
+    ) -> None:
         """Compile ahead what prompts of these lengths and `live` sequences will need.
 
-        `logprobs` is how many top log-probs will be asked for.
+        `logprobs` is how many top log-probs will be asked for, `scored` how many of prompts (None:
+        no log-probs of prompts).
         """
-        top, most = _top(logprobs, self._network.config.vocab_size), self._limits.rows
+        vocab, most = self._network.config.vocab_size, self._limits.rows
+        top = top_count(logprobs, vocab)
         rows = {min(n, most) for n in prompts} | {n % most for n in prompts if n > most}
         rows |= {min(live, self._limits.slots)}
         kept = {n: min(n, self._keep + 1) if self._keep else n for n in rows if n}
-        self._programs.prepare((fit(self._buckets, n, k), top) for n, k in sorted(kept.items()))
+        wanted = [ProgramKey(fit(self._buckets, n, k), top) for n, k in sorted(kept.items())]
+        if scored is not None:  # such prompts are never trimmed
+            prompt = top_count(scored, vocab)
+            wanted += [ProgramKey(fit(self._buckets, n, n), top, prompt) for n in sorted(kept)]
+        self._programs.prepare(wanted)
 
-    def prepare_all(self, logprobs: Iterable[int] = ()) -> None:
+    def prepare_all(self, logprobs: Iterable[int] = (), scored: int | None = None) -> None:
         """Compile every program that can be needed without top log-probs, and with so many.
 
-        It ends the warm-up: a program that is missing later is late, see `Programs.get`.
+        With `scored`, also those that score prompts, with so many top log-probs of them. This ends
+        the warm-up: a program that is missing later is late, see `Programs.get`.
         """
         vocab = self._network.config.vocab_size
-        tops = sorted({0, *(_top(count, vocab) for count in logprobs)})
-        self._programs.prepare((bucket, top) for top in tops for bucket in self._buckets)
+        tops = sorted({0, *(top_count(count, vocab) for count in logprobs)})
+        prompts = [None] if scored is None else [None, top_count(scored, vocab)]
+        self._programs.prepare(
+            ProgramKey(bucket, top, prompt)
+            for prompt in prompts
+            for top in tops
+            for bucket in self._buckets
+        )
         self._programs.seal()
 
     def replay(self, recorded: StepRecord) -> StepRecord:
         """Run a recorded step again, on its own state and not on the engine's."""
-        program = self._programs.get(recorded.bucket, recorded.top)
+        program = self._programs.get(recorded.key)
         return replayed(recorded, program, self._params, self._programs.state_shapes)
 
     def add(self, sequence: Sequence, *, priority: int = 0, deadline: float = float("inf")) -> int:
@@ -267,15 +285,19 @@ class Engine:
             (part, int(plan.running.request[plan.slot[part]]))
             for part in np.flatnonzero(plan.draws).tolist()
         ]
-        ints, floats = pack(plan, roster.draws, roster.prompts, self._forced(plan, drawing))
-        wanted = [roster.sequences[n].params.logprobs or 0 for _, n in drawing]
-        top = _top(max(wanted, default=0), self._network.config.vocab_size)
+        scoring, score_from = scored_parts(plan, roster.sequences)
+        forced = self._forced(plan, drawing)
+        ints, floats = pack(plan, roster.draws, roster.prompts, forced, score_from)
+        vocab, of = self._network.config.vocab_size, roster.sequences
+        top = top_count(max((of[n].params.logprobs or 0 for _, n in drawing), default=0), vocab)
+        asked = [of[n].params.prompt_logprobs or 0 for _, n in scoring]
+        key = ProgramKey(bucket, top, top_count(max(asked), vocab) if asked else None)
         before = self._programs.compile_s
-        program = self._programs.get(bucket, top)
+        program = self._programs.get(key)
         self._collected += self._programs.compile_s - before  # compiling is no part of a step
         inputs: Any = StepInput(ints, floats, self._looked_up(plan))  # type: ignore[arg-type]
         if self.recorder is not None:
-            program = self.recorder.around(program, bucket, top)
+            program = self.recorder.around(program, key)
         self._state, out = program(self._params, self._state, inputs)
         for leaf in jax.tree.leaves(out):
             leaf.copy_to_host_async()
@@ -285,7 +307,7 @@ class Engine:
         if bucket.decoder_rows < bucket.rows:
             kept = np.clip(plan.running.keep_from[plan.slot] - plan.start, 0, plan.count)
             self._meter.skipped_rows += int(kept.sum())
-        self._flights.append(_Flight(plan, drawing, out))
+        self._flights.append(_Flight(plan, drawing, scoring, out))
 
     def _forced(self, plan: Plan, drawing: list[tuple[int, int]]) -> np.ndarray | None:
         forced = None
@@ -336,12 +358,13 @@ class Engine:
         tokens, bad = out.draw.token.tolist(), out.draw.bad.tolist()
         raw = self._programs.logprobs == "raw"
         chosen = out.draw.raw_logprob if raw else out.draw.processed_logprob
+        take_scores(flight.plan, flight.scoring, out.prompt, self._roster.sequences)
         for part, number in flight.drawing:
             sequence = self._roster.sequences.get(number)
             if sequence is None:
                 continue  # it ended in the step before; what it drew here never was
             if not sequence.finished and bad[part]:
-                sequence.fail(_not_finite(sequence))
+                sequence.fail(not_finite(sequence.length))
             elif not sequence.finished:
                 count = sequence.params.logprobs
                 if count is not None:
@@ -359,16 +382,3 @@ class Engine:
             if sequence.finished:
                 self._roster.end(sequence.number)
         return touched
-
-
-def _top(wanted: int, vocab: int) -> int:
-    """How many top log-probs a program returns so that `wanted` can be read off."""
-    return 0 if not wanted else min(1 << (wanted - 1).bit_length(), vocab)
-
-
-def _not_finite(sequence: Sequence) -> RequestError:
-    return RequestError(
-        f"The logits after token {sequence.length} hold NaN or infinity.",
-        "No token can be drawn from such a distribution.",
-        "Check the checkpoint's digest; if it is right, report the prompt.",
-    )

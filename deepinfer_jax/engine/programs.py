@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.errors import LateCompileError
 from deepinfer_jax.runner.compile import compile_step
-from deepinfer_jax.runner.layout import Bucket
+from deepinfer_jax.runner.layout import ProgramKey
 from deepinfer_jax.runner.schedule import StepInput
 from deepinfer_jax.runner.step import Network, Params, StepOptions
 
@@ -23,19 +23,19 @@ LateCompile = Literal["warn", "error"]
 
 @dataclass(frozen=True)
 class Late:
-    """A program that was missing after warm-up: its bucket, its top log-probs, and why."""
+    """A program that was missing after warm-up, and why."""
 
-    bucket: Bucket
-    top: int
+    key: ProgramKey
     reason: str
 
     @property
     def shape(self) -> str:
         """Its static sizes in words."""
-        b = self.bucket
+        b, scored = self.key.bucket, self.key.prompt
         return (
             f"{b.rows} rows, {b.decoder_rows} decoder rows, {b.parts} parts, {b.updates} page "
-            f"updates, {self.top} top log-probs"
+            f"updates, {self.key.top} top log-probs"
+            + ("" if scored is None else f", scored with {scored} top log-probs")
         )
 
 
@@ -44,13 +44,13 @@ class Compiled:
     """One program was compiled.
 
     Attributes:
-        bucket: its sizes.
+        key: its sizes and forms.
         seconds: it took.
         done, total: programs of this warm-up that are compiled, and all of them.
         late: set when it was missing after warm-up.
     """
 
-    bucket: Bucket
+    key: ProgramKey
     seconds: float
     done: int
     total: int
@@ -60,11 +60,17 @@ class Compiled:
     def name(self) -> str:
         """What a progress line calls it; of a late one with shape and reason."""
         if self.late is None:
-            return f"step, {self.bucket.rows} rows"
+            scored = "" if self.key.prompt is None else ", scored"
+            return f"step, {self.key.bucket.rows} rows{scored}"
         return f"late: step, {self.late.shape}: {self.late.reason}"
 
 
 Report = Callable[[Compiled], None]
+
+
+def top_count(wanted: int, vocab: int) -> int:
+    """How many top log-probs a program returns so that `wanted` can be read off."""
+    return 0 if not wanted else min(1 << (wanted - 1).bit_length(), vocab)
 
 
 class Programs:
@@ -95,7 +101,7 @@ class Programs:
         Args:
             network, params, mesh: what runs, and where.
             state: the engine's state or its shapes.
-            options: of every program; `top` is given by program.
+            options: of every program; `top` and `prompt` are given by program.
             host_memory: Engram rows come with the input.
             report: called after each program is compiled, in the caller's thread.
             kept: folder of compiled programs, or None.
@@ -111,7 +117,7 @@ class Programs:
         )
         self._host_memory, self._report, self._kept = host_memory, report, kept
         self._late_compile: LateCompile = late_compile
-        self._programs: dict[tuple[Bucket, int], Callable[..., Any]] = {}
+        self._programs: dict[ProgramKey, Callable[..., Any]] = {}
         self._sealed = False
 
     @property
@@ -129,8 +135,8 @@ class Programs:
         """Shapes and dtypes of the state that the programs take."""
         return self._shapes[1]
 
-    def prepare(self, wanted: Iterable[tuple[Bucket, int]]) -> None:
-        """Compile the programs of these (bucket, top), side by side."""
+    def prepare(self, wanted: Iterable[ProgramKey]) -> None:
+        """Compile the programs of these keys, side by side."""
         missing = [key for key in dict.fromkeys(wanted) if key not in self._programs]
         if missing:
             self._prepare(missing)
@@ -139,16 +145,15 @@ class Programs:
         """End the warm-up. `prepare` still adds programs; `get` no longer does so quietly."""
         self._sealed = True
 
-    def get(self, bucket: Bucket, top: int) -> Callable[..., Any]:
-        """The program of a bucket, which is compiled now if it was not prepared.
+    def get(self, key: ProgramKey) -> Callable[..., Any]:
+        """The program of a key, which is compiled now if it was not prepared.
 
         Raises LateCompileError for such a one after warm-up where that is an error.
         """
-        key = (bucket, top)
         if key not in self._programs:
             late = None
             if self._sealed:
-                late = Late(bucket, top, self._reason(bucket, top))
+                late = Late(key, self._reason(key))
                 if self._late_compile == "error":
                     raise _refused(late, self.count)
                 self.late.append(late)
@@ -164,38 +169,41 @@ class Programs:
         dtype = self._network.arithmetic.dtype
         return tuple(np.zeros(shape, dtype) for _ in config.engram_layer_ids)
 
-    def _prepare(self, missing: list[tuple[Bucket, int]], late: Late | None = None) -> None:
+    def _prepare(self, missing: list[ProgramKey], late: Late | None = None) -> None:
         start = time.perf_counter()
         pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
         try:
-            keys = {pool.submit(self._compile, *key): key for key in missing}
+            keys = {pool.submit(self._compile, key): key for key in missing}
             for done, future in enumerate(as_completed(keys), 1):
                 key = keys[future]
                 self._programs[key], seconds = future.result()
                 if self._report is not None:
-                    self._report(Compiled(key[0], seconds, done, len(missing), late))
+                    self._report(Compiled(key, seconds, done, len(missing), late))
         finally:
             # After an error or an interrupt, what has not begun never does.
             pool.shutdown(cancel_futures=True)
         self.compile_s += time.perf_counter() - start
 
-    def _reason(self, bucket: Bucket, top: int) -> str:
-        tops = sorted(t for known, t in self._programs if known == bucket)
-        if tops:
-            return f"the form with {top} top log-probs was not prepared, only {tops}"
-        return "no program of this bucket was prepared"
+    def _reason(self, key: ProgramKey) -> str:
+        known = [k for k in self._programs if k.bucket == key.bucket]
+        if not known:
+            return "no program of this bucket was prepared"
+        if key.prompt is not None and all(k.prompt != key.prompt for k in known):
+            return "the form that scores prompts was not prepared"
+        tops = sorted({k.top for k in known if k.prompt == key.prompt})
+        return f"the form with {key.top} top log-probs was not prepared, only {tops}"
 
-    def _compile(self, bucket: Bucket, top: int) -> tuple[Callable[..., Any], float]:
+    def _compile(self, key: ProgramKey) -> tuple[Callable[..., Any], float]:
         start = time.perf_counter()
-        ints, floats = bucket.empty()
-        memory: Any = self.memory_rows(bucket.rows)
+        ints, floats = key.bucket.empty()
+        memory: Any = self.memory_rows(key.bucket.rows)
         inputs = StepInput(ints, floats, memory)  # type: ignore[arg-type]
         program = compile_step(
             self._network,
             self._mesh,
             (*self._shapes, inputs),
-            bucket=bucket,
-            options=replace(self.options, top=top),
+            bucket=key.bucket,
+            options=replace(self.options, top=key.top, prompt=key.prompt),
             kept=self._kept,
         )
         return program, time.perf_counter() - start

@@ -181,10 +181,9 @@ class Roster:
         w, reuse = self._waiting[number], self._reuse
         sequence, limits = self.sequences[number], self._limits
         assert reuse is not None
-        scored = sequence.params.prompt_logprobs is not None and sequence.leader is None
-        if w.swapped or w.fork or scored:
+        if w.swapped or w.fork:
             return
-        keys = self._grown_keys(number, len(sequence.prompt) + len(sequence.output))
+        keys = self._grown_keys(number, min(sequence.length, sequence.reusable))
         found = self.pool.find(keys, reuse.accepts)[: limits.hit_pages]
         pages = tuple(found[: hit(len(found), w.prompt, w.replay, limits.page)[0] // limits.page])
         self._waiting[number] = replace(w, pages=pages, idle=self.pool.idle(pages))

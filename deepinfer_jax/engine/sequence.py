@@ -1,6 +1,7 @@
 """One sample of a request while it lives: its tokens, its text, and when it ends."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +10,54 @@ from deepinfer_jax.request import CompletionOutput, FinishReason, TokenLogprobs
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.text.events import Answer
 from deepinfer_jax.text.output import OutputText
+
+
+@dataclass
+class PromptLogprobs:
+    """Log-probs of s prompt tokens that follow each other, as they come in.
+
+    Attributes:
+        token: float32 [s]. greedy: bool [s], the token is its distribution's likeliest.
+        top_ids, top: [s, k].
+        count: tokens whose values are there, from the first on.
+    """
+
+    token: np.ndarray
+    greedy: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
+    count: int = 0
+
+    @classmethod
+    def empty(cls, tokens: int, top: int) -> "PromptLogprobs":
+        """Nothing is there yet."""
+        return cls(
+            token=np.full(tokens, np.nan, np.float32),
+            greedy=np.zeros(tokens, bool),
+            top_ids=np.full((tokens, top), -1, np.int32),
+            top=np.full((tokens, top), np.nan, np.float32),
+        )
+
+    @property
+    def complete(self) -> bool:
+        """No value is missing."""
+        return self.count == len(self.token)
+
+    def put(self, first: int, made: Any, rows: slice) -> None:
+        """Take rows of a step's `PromptScores` in as tokens `first` and after; others fall away.
+
+        Values that are there already stay: a prompt that is run again has been told before.
+        """
+        old, new = self.count, min(first + rows.stop - rows.start, len(self.token))
+        if new <= old:
+            return
+        assert first <= old, "a prompt's rows are collected in order"
+        at, top = slice(rows.start + old - first, rows.start + new - first), self.top.shape[1]
+        here = slice(old, new)
+        self.token[here], self.greedy[here] = made.logprob[at], made.greedy[at]
+        self.top_ids[here] = made.top_ids[at, :top]
+        self.top[here] = made.top_logprobs[at, :top]
+        self.count = new
 
 
 @dataclass
@@ -23,9 +72,12 @@ class Sequence:
         seed: the 64-bit seed of its draws.
         text: takes the generated tokens.
         output: generated tokens so far.
-        leader: the first sample of the same prompt, whose caches it may take over; None for that.
+        leader: the first sample of the same prompt, whose caches it may take over, or None.
         number: the engine's, once it has one.
         cached: prompt tokens that were not run, because an earlier sequence had.
+        score_from: first position whose row is scored against the token after it, when
+            `params.prompt_logprobs` is set; rows before it may come from a cache.
+        scores: of the prompt's tokens after `score_from`; of several samples, only the first's.
     """
 
     request: int
@@ -41,9 +93,28 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: DeepInferError | None = None
+    score_from: int = 0
+    scores: "PromptLogprobs | None" = None
     _logprobs: list[tuple[float, np.ndarray, np.ndarray]] = field(default_factory=list)
     _logprob_sum: float = 0.0
     _told: int = 0  # tokens that `news` has given away
+
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None and self.index == 0:
+            self.score_after(self.score_from)
+
+    def score_after(self, position: int) -> None:
+        """Score the tokens after a position, and none before."""
+        self.score_from = position
+        tokens = len(self.prompt) - 1 - position
+        self.scores = PromptLogprobs.empty(tokens, self.params.prompt_logprobs or 0)
+
+    @property
+    def reusable(self) -> int:
+        """Positions whose rows need not be run if a cache has them: those before the next score."""
+        if self.scores is None or self.scores.complete:
+            return self.length
+        return self.score_from + self.scores.count
 
     @property
     def length(self) -> int:
@@ -113,6 +184,14 @@ class Sequence:
         self.error = error
         self.finish("error")
 
+    def prompt_logprobs(self, mode: str) -> TokenLogprobs | None:
+        """Of all tokens after `score_from`, once they are there."""
+        found = self.scores
+        if found is None or not found.complete:
+            return None
+        named = "raw" if mode == "raw" else "processed"
+        return TokenLogprobs(token=found.token, top_ids=found.top_ids, top=found.top, mode=named)
+
     def completion(self, mode: str) -> CompletionOutput:
         """All that it has produced; `mode` names the distribution of the log-probs."""
         return self._made(mode, self.text.whole(), 0)
@@ -145,3 +224,12 @@ class Sequence:
             reasoning=said.reasoning if self.text.thinks else None,
             tool_calls=said.tool_calls,
         )
+
+
+def not_finite(length: int) -> RequestError:
+    """The error of logits after `length` tokens that are no numbers."""
+    return RequestError(
+        f"The logits after token {length} hold NaN or infinity.",
+        "No token can be drawn from such a distribution.",
+        "Check the checkpoint's digest; if it is right, report the prompt.",
+    )

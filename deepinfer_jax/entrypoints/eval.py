@@ -1,4 +1,7 @@
-"""`deepinfer eval`: a suite of held-out prompts, graded by exact match, as a table."""
+"""`deepinfer eval`: a suite of held-out prompts, graded by exact match, as a table.
+
+What follows `--` is a command line of lm-evaluation-harness, which then grades instead.
+"""
 
 import difflib
 import time
@@ -12,6 +15,7 @@ from rich.table import Table
 from deepinfer_jax.entrypoints import options
 from deepinfer_jax.entrypoints.cli import FAILED
 from deepinfer_jax.entrypoints.engine_options import Model, open_engine
+from deepinfer_jax.entrypoints.harness import run_harness
 from deepinfer_jax.entrypoints.progress import Live
 from deepinfer_jax.entrypoints.results import check_can_write, json_text, write_json
 from deepinfer_jax.errors import ConfigError
@@ -24,6 +28,12 @@ _SUITES = {"nano": SUITE}
 
 
 def command(
+    harness: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- LM_EVAL_ARGS", help="Run lm-evaluation-harness with these arguments."
+        ),
+    ] = None,
     suite: Annotated[str, typer.Option("--suite", metavar="NAME", help="nano.")] = "nano",
     n: Annotated[
         int | None, typer.Option("--n", min=1, help="Prompts per skill instead of the suite's.")
@@ -50,6 +60,12 @@ def command(
         str | None,
         typer.Option("--arithmetic", metavar="f32|f32qdq|release", help="Rounding of the run."),
     ] = None,
+    truncate: Annotated[
+        str | None,
+        typer.Option(
+            "--truncate", metavar="left", help="In the harness, cut prompts that are too long."
+        ),
+    ] = None,
     model: Model = None,
     config: options.Config = None,
     overrides: options.Overrides = None,
@@ -60,6 +76,28 @@ def command(
     quiet: options.Quiet = False,
 ) -> int:
     """Grade greedy answers. With --out, what is finished is in the file after every skill."""
+    if harness:
+        skills = {
+            "--suite": suite != "nano",
+            "--n": n is not None,
+            "--seed": seed != HELD_OUT_SEED,
+            "--limit-skill": bool(limit_skill),
+            "--mask-main-kv": mask_main_kv,
+            "--strict": strict,
+            "--out": out is not None,
+            "--json": as_json,
+            "--quiet": quiet,
+        }
+        _check_only("the harness", [name for name, given in skills.items() if given])
+        return run_harness(
+            harness,
+            model=model,
+            config=config,
+            overrides=overrides or None,
+            arithmetic=arithmetic,
+            truncate=truncate,
+        )
+    _check_only("the suite of skills", [] if truncate is None else ["--truncate"])
     chosen = _chosen(suite, limit_skill or ())
     for entry in chosen:
         entry.samples(seed, 0)  # refuses a seed that is trained on, before anything is loaded
@@ -131,6 +169,15 @@ def _graded(
         return [output.outputs[0].token_ids for output in outputs]
 
     return evaluate(generate, llm.tokenizer, [entry], seed=seed, count=count)
+
+
+def _check_only(what: str, given: Sequence[str]) -> None:
+    if given:
+        raise ConfigError(
+            f"deepinfer eval was given {', '.join(given)}, which {what} does not use.",
+            "An option that is ignored would leave its default in force.",
+            "Leave it out; the harness's own options stand behind --.",
+        )
 
 
 def _chosen(suite: str, names: Sequence[str]) -> tuple[Entry, ...]:

@@ -100,7 +100,7 @@ def _report(source: Path, recorded: StepRecord, here: StepRecord) -> dict[str, A
     return {
         "file": source.name,
         "step": recorded.step,
-        "rows": recorded.bucket.rows,
+        "rows": recorded.key.bucket.rows,
         "finished": ended,
         "identical": ended and found is None,
         "outputs": len(here.outputs),

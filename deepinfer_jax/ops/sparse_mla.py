@@ -5,6 +5,8 @@ o [n, h, k] in q's dtype. K is also V. Both sets and the sink, a logit with valu
 softmax in float32; a row without any key gets zeros (model specification, "Attention").
 """
 
+from dataclasses import replace
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -108,7 +110,7 @@ def tiles(
             rest = width - TILE + 1
             at = jnp.concatenate([near.at[-1], near.at[0, rest:]])
             seen = jnp.concatenate([near.visible[-1], near.visible[0, rest:]])
-            keys = _gather(near.replace(at=at, visible=seen), q.dtype)
+            keys = _gather(replace(near, at=at, visible=seen), q.dtype)
             inside = (back >= 0) & (back < width)
             visible = jnp.take_along_axis(near.visible, jnp.clip(back, 0, width - 1), 1) & inside
             return _softmax(q, [(keys, visible, "ck"), *own], sink, scale)
@@ -125,8 +127,8 @@ def tiles(
         q, near, far = step
         chosen = None
         if far is not None and entries is not None:
-            chosen = entries.replace(at=far[0], visible=far[1])
-        return one((q, window.replace(at=near[0], visible=near[1]), chosen))
+            chosen = replace(entries, at=far[0], visible=far[1])
+        return one((q, replace(window, at=near[0], visible=near[1]), chosen))
 
     far = None if entries is None else references(entries)
     out = jax.lax.map(run, (cut(q), references(window), far))

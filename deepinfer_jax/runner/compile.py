@@ -23,7 +23,7 @@ from deepinfer_jax.model.transformer import Network, forward, unembed
 from deepinfer_jax.ops.device import devices
 from deepinfer_jax.runner.layout import Bucket
 from deepinfer_jax.runner.slots import PAGES, put, take
-from deepinfer_jax.runner.step import OUTPUT_STRUCTURE, StepOptions, step
+from deepinfer_jax.runner.step import StepOptions, output_structure, step
 
 # XLA may keep bfloat16 intermediates in float32, which would skip roundings that the arithmetic
 # `release` defines.
@@ -108,7 +108,7 @@ def compile_step(
     """Compile what `lower_step` lowers, ahead of its use; returns `step` of these arguments."""
     lowered = lower_step(net, mesh, arguments, bucket=bucket, options=options, kept=kept)
     executable = lowered.compile()
-    out_tree = jax.tree.structure((arguments[1], OUTPUT_STRUCTURE))
+    out_tree = jax.tree.structure((arguments[1], output_structure(options)))
 
     def run(*given: Any) -> Any:
         return jax.tree.unflatten(out_tree, executable(*jax.tree.leaves(given)))

@@ -13,7 +13,7 @@ and the float32 array [p, 2]: temperature and top_p of each part. No JAX here: t
 
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,8 @@ class Part(IntEnum):
     TOP_K, SEED_LOW, SEED_HIGH: of its draw. LIMIT: tokens, prompt included, that end it.
     WRITE_FROM, FLOOR: see `model.cache.Rows`. KEEP_FROM: first position that the decoder's layers
     run and their lowest window key. FORCED: the token that is written in place of a draw, or -1.
+    SCORE_FROM: first position whose row is scored against the token after it, or -1; read for
+    prompts only. NEXT: the token after the part's last row, where it is known, or -1.
     """
 
     SLOT = 0
@@ -43,6 +45,8 @@ class Part(IntEnum):
     FLOOR = 10
     KEEP_FROM = 11
     FORCED = 12
+    SCORE_FROM = 13
+    NEXT = 14
 
 
 class Flag(IntFlag):
@@ -89,8 +93,16 @@ class Bucket:
         """Both arrays of a step that does nothing."""
         ints: Any = np.zeros(self.ints, np.int32)
         _, parts, stops, updates = self.split(ints)
-        parts[:, [Part.SLOT, Part.TOP_K, Part.FORCED]] = -1
+        parts[:, [Part.SLOT, Part.TOP_K, Part.FORCED, Part.SCORE_FROM, Part.NEXT]] = -1
         stops[:], updates[:, 0] = -1, -1
         floats = np.zeros((self.parts, 2), np.float32)
         floats[:, 1] = 1.0
         return ints, floats
+
+
+class ProgramKey(NamedTuple):
+    """Which step program: its sizes, its top log-probs, and those of scored prompt rows or None."""
+
+    bucket: Bucket
+    top: int = 0
+    prompt: int | None = None

@@ -21,7 +21,7 @@ import numpy as np
 
 from deepinfer_jax.errors import ConfigError, RequestError
 from deepinfer_jax.files import replacing
-from deepinfer_jax.runner.layout import Bucket
+from deepinfer_jax.runner.layout import Bucket, ProgramKey
 from deepinfer_jax.runner.schedule import StepInput
 
 Arrays = dict[str, np.ndarray]
@@ -35,7 +35,7 @@ class StepRecord:
 
     Attributes:
         step: its number among those launched since the recording began, from 1.
-        bucket, top: of its program.
+        key: of its program.
         about: what its network is made again from and held against, plain JSON values.
         state: leaves before the step, by name.
         inputs: leaves of `StepInput`.
@@ -44,8 +44,7 @@ class StepRecord:
     """
 
     step: int
-    bucket: Bucket
-    top: int
+    key: ProgramKey
     about: Mapping[str, Any]
     state: Arrays
     inputs: Arrays
@@ -106,7 +105,7 @@ class Recorder:
         """The file of a step."""
         return self._folder / f"step-{step}.npz"
 
-    def around(self, program: Callable[..., Any], bucket: Bucket, top: int) -> Callable[..., Any]:
+    def around(self, program: Callable[..., Any], key: ProgramKey) -> Callable[..., Any]:
         """The program of the next step; of a chosen one, it also writes the file.
 
         It is written before the step is launched, so that it is there when the step never ends,
@@ -119,7 +118,7 @@ class Recorder:
 
         def run(params: Any, state: Any, inputs: Any) -> Any:
             # Copied before the launch: the step donates the state.
-            begun = StepRecord(step, bucket, top, self._about, leaves(state), leaves(inputs))
+            begun = StepRecord(step, key, self._about, leaves(state), leaves(inputs))
             self._write(begun)
             state, out = program(params, state, inputs)
             self._write(_with_results(begun, state, out))
@@ -160,8 +159,9 @@ def write_record(path: Path, record: StepRecord) -> None:
     head = {
         "format": _FORMAT,
         "step": record.step,
-        "bucket": dataclasses.asdict(record.bucket),
-        "top": record.top,
+        "bucket": dataclasses.asdict(record.key.bucket),
+        "top": record.key.top,
+        "prompt": record.key.prompt,
         "about": record.about,
         "finished": record.outputs is not None,
         "after": record.after,
@@ -185,8 +185,7 @@ def read_record(path: Path) -> StepRecord:
         parts = {part: _part(found, part) for part in _PARTS}
         return StepRecord(
             step=head["step"],
-            bucket=Bucket(**head["bucket"]),
-            top=head["top"],
+            key=ProgramKey(Bucket(**head["bucket"]), head["top"], head["prompt"]),
             about=head["about"],
             state=parts["state"],
             inputs=parts["inputs"],
@@ -220,7 +219,7 @@ def replayed(
         RequestError: a leaf of the state or the inputs is not what the program takes.
     """
     state = _state(record.state, shapes)
-    ints, floats = record.bucket.empty()
+    ints, floats = record.key.bucket.empty()
     for name, empty in (("ints", ints), ("floats", floats)):
         _check(f"inputs.{name}", record.inputs.get(name), empty)
     memory = [array for name, array in record.inputs.items() if name.startswith("memory.")]

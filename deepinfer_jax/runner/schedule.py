@@ -61,6 +61,8 @@ class Scheduled(NamedTuple):
         slot: int32 [p], impossible where nothing may be written.
         end: int32 [p], positions in the caches after the step.
         draws: bool [p], a token of this part counts. limit: int32 [p]. stops: int32 [p, s].
+        owner: int32 [n], the part of each row; padding has one too.
+        target: int32 [n], the token that a row is scored against, -1 for none.
     """
 
     rows: Rows
@@ -73,6 +75,8 @@ class Scheduled(NamedTuple):
     draws: jax.Array
     limit: jax.Array
     stops: jax.Array
+    owner: jax.Array
+    target: jax.Array
 
 
 def with_pages(cache: Cache, inputs: StepInput, bucket: Bucket) -> Cache:
@@ -139,6 +143,12 @@ def derive(
         keep_from = column[Part.KEEP_FROM]
         kept, last = _kept(rows, bucket, keep_from, start, count, offset, alive)
         kept = replace(kept, first_exact=first_exact)
+    # Rows of a part follow each other, so the token after a row is the next row's, or NEXT.
+    following = jnp.where(
+        row == (offset + count - 1)[owner], column[Part.NEXT][owner], jnp.roll(ids, -1)
+    )
+    score_from = column[Part.SCORE_FROM][owner]
+    scored = real & prompt[owner] & (score_from >= 0) & (position >= score_from)
     # A decode part's place in the caches is only known here, so its draw is placed here too.
     draw = RowParams(
         temperature=inputs.floats[:, 0],
@@ -158,6 +168,8 @@ def derive(
         draws=alive & ((column[Part.FLAGS] & Flag.DRAWS) > 0),
         limit=column[Part.LIMIT],
         stops=stops,
+        owner=owner,
+        target=jnp.where(scored, following, -1),
     )
 
 

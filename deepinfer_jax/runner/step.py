@@ -13,7 +13,15 @@ from deepinfer_jax.model.cache import Rows, init_cache
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.transformer import Network, forward, unembed
 from deepinfer_jax.runner.layout import Bucket
-from deepinfer_jax.runner.schedule import EngineState, StepInput, committed, derive, with_pages
+from deepinfer_jax.runner.schedule import (
+    EngineState,
+    Scheduled,
+    StepInput,
+    committed,
+    derive,
+    with_pages,
+)
+from deepinfer_jax.runner.score import PromptScores, by_row, score_rows
 from deepinfer_jax.sampling import sampler
 from deepinfer_jax.sampling.original import sample_original
 from deepinfer_jax.sampling.sampler import Draw, RowParams
@@ -27,6 +35,7 @@ class StepOptions:
         draw: `stable` or `original`, the two samplers.
         logprobs: `raw` or `processed`, which distribution the top log-probs describe.
         top: how many top log-probs to return.
+        prompt: how many top log-probs of scored prompt rows; None: no row is scored.
         truncate, first_exact: bounded replay of the decoder, see `runner.schedule.derive`; `mask`
             runs all rows, `compact` the kept ones where the bucket has fewer decoder rows.
     """
@@ -34,6 +43,7 @@ class StepOptions:
     draw: Literal["stable", "original"] = "stable"
     logprobs: Literal["raw", "processed"] = "raw"
     top: int = 0
+    prompt: int | None = None
     truncate: Literal["off", "mask", "compact"] = "off"
     first_exact: bool = False
 
@@ -46,16 +56,21 @@ class StepOutput:
         draw: token, log-probs and flags, [p] each.
         top_ids, top_logprobs: [p, count], the likeliest tokens; count may be 0.
         ended: bool [p], the token ended the sequence as far as the device can tell.
+        prompt: of the step's rows, for a program that scores them, else None.
     """
 
     draw: Draw
     top_ids: jax.Array
     top_logprobs: jax.Array
     ended: jax.Array
+    prompt: PromptScores | None = None
 
 
-# The container of a step's output, leaves left out: known without tracing.
-OUTPUT_STRUCTURE = StepOutput(Draw(0, 0, 0, 0, 0), 0, 0, 0)  # type: ignore[arg-type]
+def output_structure(options: StepOptions) -> Any:
+    """The container of a step's output, leaves left out: known without tracing."""
+    none: Any = 0
+    scores = None if options.prompt is None else PromptScores(none, none, none, none, none)
+    return StepOutput(Draw(none, none, none, none, none), none, none, none, scores)
 
 
 def step(
@@ -90,8 +105,34 @@ def step(
         draw = sampler.sample if options.draw == "stable" else _original_draw
         drawn = draw(logits, plan.draw, allowed)
         top_ids, top = _top(logits, plan.draw, allowed, options)
+    scores = None
+    if options.prompt is not None:
+        with jax.named_scope("score"):
+            scores = _scores(params, out.hidden, plan, net, bucket, options, options.prompt)
     state, ended = committed(state, out.cache, plan, drawn.token, drawn.bad)
-    return state, StepOutput(drawn, top_ids, top, ended)
+    return state, StepOutput(drawn, top_ids, top, ended, scores)
+
+
+def _scores(
+    params: Params,
+    hidden: jax.Array,
+    plan: Scheduled,
+    net: Network,
+    bucket: Bucket,
+    options: StepOptions,
+    top: int,
+) -> PromptScores:
+    target, owner, index = plan.target, plan.owner, None
+    if plan.kept is not None and plan.kept.index is not None:
+        index = plan.kept.index
+        here = plan.kept.rows.position >= 0  # padding may point at a row that counts
+        target, owner = jnp.where(here, target[index], -1), owner[index]
+    draw = jax.tree.map(lambda x: x[owner], plan.draw)
+    processed = options.logprobs == "processed"
+    scores = score_rows(params, hidden, target, draw, net=net, processed=processed, top=top)
+    if index is None:
+        return scores
+    return by_row(scores, jnp.where(target < 0, bucket.rows, index), bucket.rows)
 
 
 def _top(

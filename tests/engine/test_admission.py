@@ -75,10 +75,10 @@ BAD = {
     ),
     "an image": (("Hello", None, None, {"image": np.zeros((3, 4))}), "Request 1 holds an image."),
     "two images": (("Hello", None, None, {"image": [1, 2]}), "Request 1 holds an image."),
-    "log-probs of the prompt": (
-        ("Hello", SamplingParams(prompt_logprobs=1), None, None),
-        "Request 1 sets prompt_logprobs. This version does not compute log-probs of prompt "
-        "tokens, and an argument is never ignored. Leave prompt_logprobs out.",
+    "more log-probs of the prompt than tokens": (
+        ("Hello", SamplingParams(prompt_logprobs=289), None, None),
+        "Request 1 asks for prompt_logprobs=289; the vocabulary has 288 ids. There are no more "
+        "tokens to report. Set prompt_logprobs to at most 288.",
     ),
     "a grammar": (
         ("Hello", SamplingParams(so_args=SCHEMA), None, None),
@@ -87,8 +87,8 @@ BAD = {
     ),
     "more log-probs than tokens": (
         ("Hello", SamplingParams(logprobs=289), None, None),
-        "Request 1 asks for 289 log-probs; the vocabulary has 288 ids. There are no more tokens "
-        "to report. Set logprobs to at most 288.",
+        "Request 1 asks for logprobs=289; the vocabulary has 288 ids. There are no more tokens to "
+        "report. Set logprobs to at most 288.",
     ),
     "a forced id behind the vocabulary": (
         ("Hello", SamplingParams(golden_token_ids=[5, 288]), None, None),

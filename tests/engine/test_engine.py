@@ -247,12 +247,12 @@ def test_a_recorded_step_runs_again_to_the_bit(llm, tmp_path):
     assert recorder.missing == set()
     for step, rows in ((2, 64), (5, 4)):
         found = read_record(tmp_path / f"step-{step}.npz")
-        assert (found.step, found.bucket.rows, found.top) == (step, rows, 0)
+        assert (found.step, found.key.bucket.rows, found.key.top) == (step, rows, 0)
         assert found.about == llm.about_steps()
         assert first_difference(found, llm.replay(found)) is None
         # Another seed draws another token, and another last token writes another cache.
         inputs = {name: array.copy() for name, array in found.inputs.items()}
-        _, parts, _, _ = found.bucket.split(inputs["ints"])
+        _, parts, _, _ = found.key.bucket.split(inputs["ints"])
         parts[:, Part.SEED_LOW] ^= 1
         differs = first_difference(found, llm.replay(dataclasses.replace(found, inputs=inputs)))
         assert differs is not None and differs.leaf == "outputs.draw.token"

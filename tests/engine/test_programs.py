@@ -5,10 +5,11 @@ import pytest
 from deepinfer_jax.engine import programs
 from deepinfer_jax.engine.programs import Compiled, Late, Programs
 from deepinfer_jax.errors import LateCompileError
-from deepinfer_jax.runner.layout import Bucket
+from deepinfer_jax.runner.layout import Bucket, ProgramKey
 from deepinfer_jax.runner.step import StepOptions
 
 SMALL, LARGE = Bucket(1, 1, 1, 2), Bucket(64, 20, 4, 5)
+Key = ProgramKey
 
 
 @pytest.fixture
@@ -17,10 +18,10 @@ def made(monkeypatch):
     compiled, reports = [], []
 
     def compile_step(network, mesh, arguments, *, bucket, options, kept):
-        compiled.append((bucket, options.top))
+        compiled.append(Key(bucket, options.top, options.prompt))
         if bucket.rows == 13:
             raise RuntimeError("no such program")
-        return lambda: (bucket, options.top)
+        return lambda: Key(bucket, options.top, options.prompt)
 
     monkeypatch.setattr(programs, "compile_step", compile_step)
 
@@ -34,18 +35,18 @@ def made(monkeypatch):
 
 def test_what_is_prepared_is_compiled_once_and_reported_with_what_is_left(made):
     found, compiled, reports = made()
-    found.prepare([(SMALL, 0), (LARGE, 0), (SMALL, 0)])
-    found.prepare([(SMALL, 0)])
-    assert sorted(compiled) == [(SMALL, 0), (LARGE, 0)]
+    found.prepare([Key(SMALL, 0), Key(LARGE, 0), Key(SMALL, 0)])
+    found.prepare([Key(SMALL, 0)])
+    assert sorted(compiled) == [Key(SMALL, 0), Key(LARGE, 0)]
     assert [(r.done, r.total, r.late) for r in reports] == [(1, 2, None), (2, 2, None)]
     assert {r.name for r in reports} == {"step, 1 rows", "step, 64 rows"}
-    assert found.get(LARGE, 0)() == (LARGE, 0)
+    assert found.get(Key(LARGE, 0))() == Key(LARGE, 0)
     assert (found.count, found.late, len(compiled)) == (2, [], 2)
 
 
 def test_before_the_end_of_warm_up_a_missing_program_is_only_compiled(made):
     found, _, reports = made(late_compile="error")
-    assert found.get(SMALL, 4)() == (SMALL, 4)
+    assert found.get(Key(SMALL, 4))() == Key(SMALL, 4)
     assert (found.late, reports[0].late, found.sealed) == ([], None, False)
 
 
@@ -58,11 +59,11 @@ def test_before_the_end_of_warm_up_a_missing_program_is_only_compiled(made):
 )
 def test_after_it_one_is_compiled_and_said_with_its_shape_and_reason(made, bucket, top, reason):
     found, _, reports = made()
-    found.prepare([(SMALL, 0), (SMALL, 2)])
+    found.prepare([Key(SMALL, 0), Key(SMALL, 2)])
     found.seal()
-    assert found.get(bucket, top)() == (bucket, top)
-    found.get(bucket, top)
-    assert found.late == [Late(bucket, top, reason)]
+    assert found.get(Key(bucket, top))() == Key(bucket, top)
+    found.get(Key(bucket, top))
+    assert found.late == [Late(Key(bucket, top), reason)]
     shape = f"{bucket.rows} rows, {bucket.decoder_rows} decoder rows, {bucket.parts} parts, "
     said = f"late: step, {shape}{bucket.updates} page updates, {top} top log-probs: {reason}"
     assert [r.name for r in reports[2:]] == [said]
@@ -70,19 +71,19 @@ def test_after_it_one_is_compiled_and_said_with_its_shape_and_reason(made, bucke
 
 def test_where_that_is_an_error_it_is_refused_and_can_still_be_prepared(made):
     found, compiled, _ = made(late_compile="error")
-    found.prepare([(SMALL, 0)])
+    found.prepare([Key(SMALL, 0)])
     found.seal()
     with pytest.raises(LateCompileError) as caught:
-        found.get(SMALL, 8)
+        found.get(Key(SMALL, 8))
     assert str(caught.value) == (
         "A step of 1 rows, 1 decoder rows, 1 parts, 2 page updates, 8 top log-probs is not among "
         "the 1 programs that were compiled ahead. The reason is that the form with 8 top log-probs "
         "was not prepared, only [0], and engine.late_compile is error. Prepare it before the run "
         "(LLM.prepare), or set engine.late_compile=warn."
     )
-    assert compiled == [(SMALL, 0)] and found.late == []
-    found.prepare([(SMALL, 8)])
-    assert found.get(SMALL, 8)() == (SMALL, 8)
+    assert compiled == [Key(SMALL, 0)] and found.late == []
+    found.prepare([Key(SMALL, 8)])
+    assert found.get(Key(SMALL, 8))() == Key(SMALL, 8)
 
 
 def test_a_program_that_cannot_be_compiled_stops_those_that_have_not_begun(made, monkeypatch):
@@ -90,10 +91,12 @@ def test_a_program_that_cannot_be_compiled_stops_those_that_have_not_begun(made,
     found, compiled, _ = made()
     bad = Bucket(13, 13, 1, 2)
     with pytest.raises(RuntimeError, match="no such program"):
-        found.prepare([(SMALL, 0), (bad, 0), *((Bucket(n, n, 1, 2), 0) for n in range(20, 400))])
+        found.prepare(
+            [Key(SMALL, 0), Key(bad, 0), *(Key(Bucket(n, n, 1, 2)) for n in range(20, 400))]
+        )
     assert len(compiled) < 380
-    assert (bad, 0) in compiled and found.get(SMALL, 0)() == (SMALL, 0)
+    assert Key(bad, 0) in compiled and found.get(Key(SMALL, 0))() == Key(SMALL, 0)
 
 
 def test_a_report_names_a_program_by_its_rows():
-    assert Compiled(SMALL, 1.0, 1, 1).name == "step, 1 rows"
+    assert Compiled(Key(SMALL), 1.0, 1, 1).name == "step, 1 rows"

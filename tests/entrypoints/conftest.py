@@ -39,7 +39,7 @@ def opened(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
         asked.append(arguments)
         return tiny_llm
 
-    for module in ("generate", "chat", "eval", "demo", "replay"):
+    for module in ("generate", "chat", "eval", "demo", "score", "replay"):
         monkeypatch.setattr(f"deepinfer_jax.entrypoints.{module}.open_engine", open_engine)
     return asked
 

@@ -24,7 +24,7 @@ from deepinfer_jax.runner.compile import (
 )
 from deepinfer_jax.runner.layout import Bucket
 from deepinfer_jax.runner.schedule import StepInput
-from deepinfer_jax.runner.step import OUTPUT_STRUCTURE, StepOptions, init_state
+from deepinfer_jax.runner.step import StepOptions, init_state, output_structure
 from deepinfer_jax.settings import package_folder
 
 POSITIONS, SLOTS, ROWS, TAKEN = 4096, 8, 64, 8
@@ -117,7 +117,7 @@ def test_the_release_step_donates_the_cache_and_nothing_else(release):
 
 def test_the_release_step_gives_back_a_cache_of_the_same_shapes_and_one_token_a_row(release):
     _, lowered, (_, state, _), _ = release
-    structure = jax.tree.structure((state, OUTPUT_STRUCTURE))
+    structure = jax.tree.structure((state, output_structure(StepOptions())))
     new_state, out = jax.tree.unflatten(structure, lowered.out_info)
     same = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, new_state, state)
     assert all(jax.tree.leaves(same))

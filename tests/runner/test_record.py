@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.errors import ConfigError, RequestError
-from deepinfer_jax.runner.layout import Bucket
+from deepinfer_jax.runner.layout import Bucket, ProgramKey
 from deepinfer_jax.runner.record import (
     Difference,
     Recorder,
@@ -23,6 +23,7 @@ from deepinfer_jax.runner.record import (
 from deepinfer_jax.runner.schedule import StepInput
 
 BUCKET, ABOUT = Bucket(3, 3, 1, 2), {"manifest": {"config": "abc"}}
+KEY = ProgramKey(BUCKET, 8)
 
 
 def state():
@@ -62,8 +63,8 @@ def inputs():
 def recorded(tmp_path):
     recorder = Recorder(tmp_path / "steps", [4, 9], ABOUT)
     for _ in range(3):
-        assert recorder.around(step, BUCKET, 8) is step
-    run = recorder.around(step, BUCKET, 8)
+        assert recorder.around(step, KEY) is step
+    run = recorder.around(step, KEY)
     new, out = run(1, state(), inputs())
     assert out["seen"].tolist() == [7, 8, 9] and new["length"].tolist() == [1, 2, 3]
     assert recorder.missing == {9}
@@ -78,7 +79,7 @@ def test_every_kind_of_leaf_survives_the_file(recorded):
     assert recorded.state["wide"].dtype == ml_dtypes.bfloat16
     assert recorded.state["pages.0"].dtype == ml_dtypes.float8_e4m3fn
     assert list(recorded.inputs) == ["ints", "floats", "memory.0"]
-    assert (recorded.step, recorded.bucket, recorded.top) == (4, BUCKET, 8)
+    assert (recorded.step, recorded.key) == (4, KEY)
     assert recorded.about == ABOUT
     after = state()
     after["length"] += 1
@@ -95,7 +96,7 @@ def test_a_step_that_never_ends_leaves_its_state_and_inputs(tmp_path):
 
     recorder = Recorder(tmp_path, [1], ABOUT)
     with pytest.raises(RuntimeError):
-        recorder.around(broken, BUCKET, 0)(1, state(), inputs())
+        recorder.around(broken, KEY)(1, state(), inputs())
     found = read_record(tmp_path / "step-1.npz")
     assert digests(found.state) == digests(leaves(state()))
     assert (found.outputs, found.after, recorder.missing) == (None, None, {1})
@@ -165,7 +166,7 @@ def test_a_write_that_fails_leaves_no_part_of_a_file(recorded, tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("deepinfer_jax.runner.record.np.savez", full)
-    run = Recorder(tmp_path / "other", [1], ABOUT).around(step, BUCKET, 0)
+    run = Recorder(tmp_path / "other", [1], ABOUT).around(step, KEY)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
         run(1, state(), inputs())
     assert list((tmp_path / "other").iterdir()) == []
