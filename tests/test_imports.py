@@ -52,7 +52,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": {"llm", "protocol", "text", "files"} | ASKED | {"errors"},
     "skills": {"text"} | BASE,
     "training": {"model", "sampling", "checkpoint", "text", "ops", "skills", "files"} | BASE,
-    "bench": {"llm", "assembly", "engine", "runner", "report", "settings", "ops"} | ASKED | BASE,
+    "bench": {
+        *("llm", "assembly", "engine", "runner", "model", "report", "settings", "ops"),
+    }
+    | ASKED
+    | BASE,
 }
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "manager"}
 LINES, KERNEL_LINES = 450, 600

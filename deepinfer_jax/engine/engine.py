@@ -221,9 +221,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Launch the next step if there is one, take in results; returns who was touched."""
         roster = self._roster
-        view = roster.view(self._step + 1, self._retired)
-        plan, touched, moves = roster.settle(plan_step(view, self._limits, self._buckets))
-        self._state = self._transfer.run(self._state, moves, roster.sequences)
+        plan, touched = self._settle(self._plan())
         launched = plan.bucket is not None
         if launched:
             self._launch(plan)
@@ -276,6 +274,16 @@ class Engine:
             raise
         finally:
             self._busy = False
+
+    def _plan(self) -> Plan:
+        view = self._roster.view(self._step + 1, self._retired)
+        return plan_step(view, self._limits, self._buckets)
+
+    def _settle(self, plan: Plan) -> tuple[Plan, list[Sequence]]:
+        """Take the plan over, moves on the device included; with its pages, and whom it ended."""
+        plan, over, moves = self._roster.settle(plan)
+        self._state = self._transfer.run(self._state, moves, self._roster.sequences)
+        return plan, over
 
     def _launch(self, plan: Plan) -> None:
         bucket = plan.bucket

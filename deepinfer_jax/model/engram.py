@@ -29,7 +29,7 @@ def hash_on_device(ids: jax.Array, constants: EngramHash) -> jax.Array:
     layers, order = constants.multipliers.shape
     columns = constants.primes.shape[1]
     heads = columns // (order - 1)
-    if constants.primes.max() >= 2**24:
+    if constants.primes.max(initial=0) >= 2**24:
         raise ConfigError(
             f"An Engram table has {constants.primes.max()} rows; the device hash holds 2^24 - 1.",
             "Its remainders are taken in 32-bit integers, 8 bits at a time.",
