@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, cast
 
+import jax
 import numpy as np
 
 from deepinfer_jax import env as environment
@@ -23,7 +25,7 @@ from deepinfer_jax.errors import ConfigError, DeepInferError, RequestError
 from deepinfer_jax.ops.device import devices, free_bytes
 from deepinfer_jax.protocol.ask import Ask
 from deepinfer_jax.report.manifest import manifest
-from deepinfer_jax.report.plan import MemoryPlan
+from deepinfer_jax.report.plan import MemoryPlan, out_of_memory
 from deepinfer_jax.request import RequestOutput, Score
 from deepinfer_jax.runner.compile import keep_compiled, source_digest
 from deepinfer_jax.runner.record import Recorder, StepRecord
@@ -67,6 +69,7 @@ class LLM:
             config: name or file of an engine config.
             overrides: texts `a.b=c`, as `--set` takes them.
             progress: called with (what, done, total) while loading and after each compilation.
+                Without it, a program that is compiled after warm-up is a RuntimeWarning.
             engine: fields of `EngineConfig`, such as `max_num_seqs`, or the original engine's
                 names for them.
 
@@ -103,6 +106,8 @@ class LLM:
 
     def _compiled(self, program: Compiled) -> None:
         if self._progress is None:
+            if program.late is not None:
+                warnings.warn(f"compiled {program.name}", RuntimeWarning, stacklevel=2)
             return
         self._progress(f"compiled {program.name}", program.seconds, program.seconds)
         if program.total > 1:
@@ -135,7 +140,7 @@ class LLM:
             sequences: how many run at the same time.
             logprobs: top log-probs that will be asked for.
             prompt_logprobs: top log-probs of prompts that will be asked for; None for none. `score`
-                asks for logprobs=1 and prompt_logprobs=0.
+                asks for 0.
         """
         how = self._settings.engine.compile
         if how == "all":
@@ -362,7 +367,7 @@ class LLM:
         for request in requests:
             request.started = now
         running = [s for r in requests for s in r.samples]
-        for stepped in self._engine.run(running):
+        for stepped in self._steps(running):
             moved: dict[str, tuple[Request, list[Sample]]] = {}
             for sample in stepped:
                 request = owner[id(sample)]
@@ -373,6 +378,15 @@ class LLM:
                 done = sum(all(s.finished for s in r.samples) for r in requests)
                 tell(done, len(requests))
             yield list(moved.values())
+
+    def _steps(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+        try:
+            yield from self._engine.run(samples)
+        except jax.errors.JaxRuntimeError as error:
+            refusal = out_of_memory(error, self.plan())
+            if refusal is None:
+                raise
+            raise refusal from error
 
     def _shown(self, request: Request) -> RequestOutput:
         return request.output(self._settings.engine.logprobs_mode)

@@ -63,9 +63,9 @@ def write_short_model(
 
 
 def open_llm(folder: Path, compiled: Path, **engine: Any) -> LLM:
-    """The engine of all these tests: 4 slots, prompts in chunks of 64."""
+    """The engine of all these tests: 4 slots, prompts in chunks of 64, no program ever late."""
     sizes = {"max_num_seqs": SLOTS, "max_num_batched_tokens": CHUNK, "compile_cache_dir": compiled}
-    return LLM(folder, **(sizes | engine))
+    return LLM(folder, **(sizes | {"late_compile": "error"} | engine))
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """Bad rows of a data set fail alone, in their places (case: one prompt too long, all lost)."""
 
 import numpy as np
-from short_llm import LIMIT
+import pytest
+from short_llm import LIMIT, open_llm
 
 from deepinfer_jax import SamplingParams
-from deepinfer_jax.errors import RequestError
+from deepinfer_jax.errors import ConfigError, RequestError
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 BAD = {
@@ -42,3 +43,14 @@ def test_ten_rows_give_ten_results_and_the_good_ones_are_those_of_a_run_without_
     good = [o.outputs[0].token_ids for o in outputs if o.error is None]
     assert good == [o.outputs[0].token_ids for o in alone]
     assert len(good[0]) == 4
+
+
+def test_cutting_prompts_is_a_setting_of_the_engine_and_in_its_manifest(short_folder, compiled):
+    llm = open_llm(short_folder, compiled, truncate="left")
+    rows = {row["key"]: row for row in llm.manifest()["settings"]}
+    assert rows["engine.truncate"]["value"] == "left"
+    # Without room for a single token of the prompt nothing is cut, and no cut is advised.
+    (output,) = llm.generate([[5] * LIMIT], SamplingParams(max_tokens=LIMIT))
+    assert output.error is not None and output.error.do == f"Shorten it to {LIMIT - 1}."
+    with pytest.raises(ConfigError, match="engine.truncate is 'middle'"):
+        open_llm(short_folder, compiled, truncate="middle")

@@ -8,6 +8,7 @@ import pytest
 from deepinfer_jax.config import ModelConfig, RopeScaling
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.cache import kv_bytes_per_token, record_bytes
+from deepinfer_jax.model.records import ROUNDED
 from deepinfer_jax.settings import package_folder
 
 RELEASE = package_folder("configs") / "v41_flash.toml"
@@ -75,6 +76,8 @@ def test_the_release_stores_records_of_528_288_and_68_bytes_and_890_bytes_a_toke
     config = ModelConfig.from_dict(release)
     assert record_bytes(config) == {"window": 528, "entry": 288, "index_key": 68}
     assert kv_bytes_per_token(config) == 890
+    numbers = ROUNDED["bf16"], ROUNDED["f32"]
+    assert [kv_bytes_per_token(config, caches) for caches in numbers] == [3200, 6400]
 
 
 def test_nested_and_flat_keys_are_the_same_network(nested, flat):

@@ -125,4 +125,6 @@ def pack(
         ids[begin : begin + count] = tokens[start : start + count]
         if start + count < len(tokens):
             parts[part, Part.NEXT] = tokens[start + count]
+        elif forced is not None:
+            parts[part, Part.NEXT] = forced[slot[part]]
     return ints, floats

@@ -9,6 +9,7 @@ the same tokens.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from deepinfer_jax.engine.buckets import fit, pack, plan_buckets
+from deepinfer_jax.engine.lane import Job, Lane
 from deepinfer_jax.engine.meter import Meter, Snapshot, snapshot
 from deepinfer_jax.engine.pages import PagePool
 from deepinfer_jax.engine.plan import Limits, Plan
@@ -45,7 +47,7 @@ class _Flight:
     plan: Plan
     drawing: list[tuple[int, int]]  # (part, number of the sequence)
     scoring: list[tuple[int, int]]  # likewise
-    out: Any
+    out: Future[Any]
 
 
 class Engine:
@@ -98,11 +100,12 @@ class Engine:
         self._memory, self._keep = memory, keep
         self._reuse, self._host_pages = reuse, host_pages
         self._mesh = mesh
-        self._restart()
+        self._lane: Lane | None = None
+        state = self._restart()
         self._programs = Programs(
             network,
             params,
-            self._state,
+            state,
             mesh,
             options,
             host_memory=memory is not None,
@@ -111,10 +114,13 @@ class Engine:
             late_compile=late_compile,
         )
         self._buckets = plan_buckets(limits, keep if options.truncate == "compact" else 0)
+        self._wide = limits.slots + 1
         self._busy = False
 
-    def _restart(self) -> None:
-        """Nobody runs or waits, and all caches are empty."""
+    def _restart(self) -> Any:
+        """Nobody runs or waits, and all caches are empty; returns the shapes of the state."""
+        if self._lane is not None:
+            self._lane.close()
         limits = self._limits
         state = init_state(
             self._network,
@@ -122,7 +128,8 @@ class Engine:
             positions=limits.table_pages * limits.page,
             pages=limits.pages,
         )
-        self._state = jax.device_put(state, replicated(self._mesh))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        self._lane = Lane(jax.device_put(state, replicated(self._mesh)))
         self._roster = Roster(
             limits,
             self._meter,
@@ -131,10 +138,11 @@ class Engine:
             reuse=self._reuse,
             host_pages=self._host_pages,
         )
-        self._transfer = Transfer(self._mesh, self._state)
+        self._transfer = Transfer(self._mesh, shapes)
         self._flights: deque[_Flight] = deque()
         self._step = self._retired = 0
         self._collected = time.perf_counter()
+        return shapes
 
     @property
     def meter(self) -> Meter:
@@ -179,8 +187,8 @@ class Engine:
         kept = {n: min(n, self._keep + 1) if self._keep else n for n in rows if n}
         wanted = [ProgramKey(fit(self._buckets, n, k), top) for n, k in sorted(kept.items())]
         if scored is not None:  # such prompts are never trimmed
-            prompt = top_count(scored, vocab)
-            wanted += [ProgramKey(fit(self._buckets, n, n), top, prompt) for n in sorted(kept)]
+            prompt, sizes = top_count(scored, vocab), {max(n, self._wide) for n in kept}
+            wanted += [ProgramKey(fit(self._buckets, n, n), top, prompt) for n in sorted(sizes)]
         self._programs.prepare(wanted)
 
     def prepare_all(self, logprobs: Iterable[int] = (), scored: int | None = None) -> None:
@@ -191,13 +199,12 @@ class Engine:
         """
         vocab = self._network.config.vocab_size
         tops = sorted({0, *(top_count(count, vocab) for count in logprobs)})
-        prompts = [None] if scored is None else [None, top_count(scored, vocab)]
-        self._programs.prepare(
-            ProgramKey(bucket, top, prompt)
-            for prompt in prompts
-            for top in tops
-            for bucket in self._buckets
-        )
+        forms = [(bucket, None) for bucket in self._buckets]
+        if scored is not None:
+            prompt = top_count(scored, vocab)
+            forms += [(bucket, prompt) for bucket in self._buckets if bucket.rows >= self._wide]
+        self._programs.prepare(ProgramKey(b, top, prompt) for top in tops for b, prompt in forms)
+        self._transfer.prepare()
         self._programs.seal()
 
     def replay(self, recorded: StepRecord) -> StepRecord:
@@ -233,7 +240,6 @@ class Engine:
             )
         while len(self._flights) > (self._depth if launched else 0):
             touched += self._collect()
-        self._transfer.unload()
         return touched
 
     def run(self, sequences: Iterable[Sequence]) -> Iterator[list[Sequence]]:
@@ -282,8 +288,13 @@ class Engine:
     def _settle(self, plan: Plan) -> tuple[Plan, list[Sequence]]:
         """Take the plan over, moves on the device included; with its pages, and whom it ended."""
         plan, over, moves = self._roster.settle(plan)
-        self._state = self._transfer.run(self._state, moves, self._roster.sequences)
+        if moves.any:
+            self._run(lambda state: (self._transfer.run(state, moves), None))
         return plan, over
+
+    def _run(self, job: Job) -> Future[Any]:
+        assert self._lane is not None
+        return self._lane.run(job)
 
     def _launch(self, plan: Plan) -> None:
         bucket = plan.bucket
@@ -294,6 +305,9 @@ class Engine:
             for part in np.flatnonzero(plan.draws).tolist()
         ]
         scoring, score_from = scored_parts(plan, roster.sequences)
+        if scoring:  # of small buckets there is no program that scores
+            bucket = fit(self._buckets, max(bucket.rows, self._wide), bucket.decoder_rows)
+            plan = replace(plan, bucket=bucket)
         forced = self._forced(plan, drawing)
         ints, floats = pack(plan, roster.draws, roster.prompts, forced, score_from)
         vocab, of = self._network.config.vocab_size, roster.sequences
@@ -306,9 +320,14 @@ class Engine:
         inputs: Any = StepInput(ints, floats, self._looked_up(plan))  # type: ignore[arg-type]
         if self.recorder is not None:
             program = self.recorder.around(program, key)
-        self._state, out = program(self._params, self._state, inputs)
-        for leaf in jax.tree.leaves(out):
-            leaf.copy_to_host_async()
+
+        def launch(state: Any) -> tuple[Any, Any]:
+            state, out = program(self._params, state, inputs)
+            for leaf in jax.tree.leaves(out):
+                leaf.copy_to_host_async()
+            return state, out
+
+        out = self._run(launch)
         self._step = plan.step
         self._meter.steps += 1
         self._meter.prompt_tokens += int(plan.count[plan.prefill].sum())
@@ -355,7 +374,7 @@ class Engine:
         """Read the oldest step in flight; returns who got a token or ended."""
         flight = self._flights.popleft()
         before = time.perf_counter()
-        out = jax.device_get(flight.out)
+        out = jax.device_get(flight.out.result())
         now = time.perf_counter()
         prefill = bool(flight.plan.prefill.any())
         self._meter.count(prefill, now - self._collected, now - before)

@@ -32,14 +32,21 @@ class Moves:
     """What moves on the device before a step, in this order.
 
     Attributes:
+        dropped: sequences that ended while their pages were in host memory.
         saved: (sequence, slot, pages) to host memory.
         copied: (slot, its page, other slot, the other's page): the slot's state and that page.
         loaded: (sequence, slot, pages) from host memory.
     """
 
+    dropped: list[int] = field(default_factory=list)
     saved: list[tuple[int, int, list[int]]] = field(default_factory=list)
     copied: list[tuple[int, int, int, int]] = field(default_factory=list)
     loaded: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self.dropped or self.saved or self.copied or self.loaded)
 
 
 class Roster:
@@ -231,6 +238,8 @@ class Roster:
         for number, slot, reason in plan.ended:
             if slot is not None:
                 self._release(slot)
+            if number in self.swapped:
+                moves.dropped.append(number)
             over.append(self._forget(number))
             over[-1].interrupt(reason)
         for slot, mode in plan.preempted:

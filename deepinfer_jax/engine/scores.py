@@ -21,7 +21,7 @@ def scored_parts(plan: Plan, samples: Mapping[int, Sample]) -> tuple[Parts, np.n
         number = int(plan.running.request[plan.slot[part]])
         sample, start = samples[number], int(plan.start[part])
         scores = sample.scores
-        if scores is None or scores.complete or start >= len(sample.prompt) - 1:
+        if scores is None or scores.complete or start >= sample.score_from + len(scores.token):
             continue
         if start + int(plan.count[part]) > sample.score_from:
             if score_from is None:
@@ -48,7 +48,7 @@ def take_scores(
         before = max(sample.score_from - start, 0)
         bad = np.flatnonzero(made.bad[first + before : first + count])
         # A prompt that is run again has its outputs behind it; those are not scored.
-        bad = bad[bad + before + start < len(sample.prompt) - 1]
+        bad = bad[bad + before + start < sample.score_from + len(sample.scores.token)]
         if len(bad):
             sample.fail(not_finite(start + before + int(bad[0]) + 1))
             continue

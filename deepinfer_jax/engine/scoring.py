@@ -40,7 +40,9 @@ class Pair:
         if error is None and self.request is not None:
             error = self.request.output("raw").error
             if error is None:
-                values, greedy = _read(self.request)
+                scores = self.request.samples[0].scores
+                assert scores is not None and scores.complete
+                values, greedy = scores.token, bool(scores.greedy.all())
         if error is not None:
             greedy = False
         return Score(
@@ -109,7 +111,6 @@ def _admit(
     params = SamplingParams(
         temperature=0,
         max_tokens=1,
-        logprobs=1,
         prompt_logprobs=0,
         golden_token_ids=tokens[-1:],
         seq_seed=0,
@@ -119,16 +120,6 @@ def _admit(
         # The row of the context's last token is the first whose next token is asked for.
         sample.score_after(len(context) - 1)
     return Pair(context, tokens, request)
-
-
-def _read(request: Request) -> tuple[np.ndarray, bool]:
-    """The log-probs of a continuation's tokens, float32, and whether all of them are greedy."""
-    (sample,) = request.samples
-    made, scores = sample.completion("raw"), sample.scores
-    assert made.logprobs is not None and scores is not None and scores.complete
-    values = np.append(scores.token, made.logprobs.token[0])
-    last = bool(made.logprobs.top_ids[0, 0] == made.token_ids[0])
-    return values, bool(scores.greedy.all()) and last
 
 
 def _named(pair: Any) -> str:

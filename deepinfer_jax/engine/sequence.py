@@ -101,13 +101,13 @@ class Sequence:
 
     def __post_init__(self) -> None:
         if self.params.prompt_logprobs is not None and self.index == 0:
-            self.score_after(self.score_from)
+            tokens = len(self.prompt) - 1
+            self.scores = PromptLogprobs.empty(tokens, self.params.prompt_logprobs)
 
     def score_after(self, position: int) -> None:
-        """Score the tokens after a position, and none before."""
+        """Score the tokens after a position and the first forced one, and none before."""
         self.score_from = position
-        tokens = len(self.prompt) - 1 - position
-        self.scores = PromptLogprobs.empty(tokens, self.params.prompt_logprobs or 0)
+        self.scores = PromptLogprobs.empty(len(self.prompt) - position, 0)
 
     @property
     def reusable(self) -> int:

@@ -101,22 +101,24 @@ def command(
             compile=compile_ahead,
             truncate=truncate,
         )
-        requests = Requests(len(texts))
-        transcript = Transcript(screen) if streams else None
-        if transcript is not None:
-            warm_up(llm, params, live)
         missed = record_steps(llm, record_step)
-        # A line that is renewed between the pieces of a text would tear it.
-        line = live if transcript is None else None
-        watched = watching(llm, requests, phase="computing", live=line, metrics=metrics)
-        with keeping(out, llm) as keep, watched as watch:
+        transcript = Transcript(screen) if streams else None
+        with keeping(out, llm) as keep:
+            if transcript is not None:
+                warm_up(llm, params, live)
+                live.doing("computing")
+            requests = Requests(len(texts))
+            # A line that is renewed between the pieces of a text would tear it.
+            line = live if transcript is None else None
+            watched = watching(llm, requests, phase="computing", live=line, metrics=metrics)
             try:
-                for output in _run(llm, texts, params, chat, live, transcript):
-                    outputs[int(output.request_id)] = output
-                    keep(output)
-                    requests.done += output.error is None
-                    requests.failed += output.error is not None
-                    watch.show()
+                with watched as watch:
+                    for output in _run(llm, texts, params, chat, live, transcript):
+                        outputs[int(output.request_id)] = output
+                        keep(output)
+                        requests.done += output.error is None
+                        requests.failed += output.error is not None
+                        watch.show()
             except KeyboardInterrupt:
                 interrupted = True
     finished = [outputs[number] for number in sorted(outputs)]

@@ -121,6 +121,7 @@ def _report(asked: settings.Settings, planner: Planner, verdict: Verdict) -> dic
         "arithmetic": network.arithmetic.name,
         "weights": engine.weights,
         "engram": engine.engram,
+        "length": {"asked": engine.max_model_len, "limit": network.config.max_position_embeddings},
         "plan": verdict.plan.as_json(),
         "most": planner.most(engine),
         "alternatives": [
@@ -147,6 +148,9 @@ def _show(report: dict[str, Any], verdict: Verdict) -> None:
         f"{plan.slots} sequences of {plan.positions} tokens, {plan.pages} pages of {plan.page} "
         f"tokens, steps of {plan.rows} tokens",
     )
+    length = report["length"]
+    if length["asked"] is None and plan.positions < length["limit"]:
+        out.add_row("", f"as long as memory holds; the model's limit is {length['limit']} tokens")
     out.add_row("memory", _parts(plan))
     out.add_row("fits", {True: "yes", False: "no", None: "unknown: pass --memory"}[plan.fits])
     if report["most"]:

@@ -61,9 +61,9 @@ class DeepInferLM(TemplateLM):
                 without it they are errors.
             thinking: in chats, reason before the answer; stop strings hold for the answer alone.
             digests: a file that gets a line of JSON per generation: its seed and its digest.
-            batch_size, max_batch_size: of the harness; not used, since the engine fills its steps
-                itself (`max_num_seqs`, `max_num_batched_tokens`).
-            device: refused; JAX's is used.
+            batch_size, max_batch_size, device: what the harness's command always passes (1 and
+                cuda:0 if nothing is typed). They have no effect, and that is logged: the engine
+                fills its steps itself (`max_num_seqs`, `max_num_batched_tokens`), on JAX's device.
             tell: called with (what, done, total) requests.
             engine: everything else goes to `LLM`; `max_length` is its `max_model_len`, and
                 `pretrained` its model.
@@ -72,12 +72,6 @@ class DeepInferLM(TemplateLM):
             DeepInferError: whatever cannot be used.
         """
         super().__init__()
-        if device is not None:
-            raise ConfigError(
-                f"The harness was given the device {device!r}.",
-                "The model runs on the device that JAX finds, and the name would be ignored.",
-                "Leave it out, and choose with JAX_PLATFORMS.",
-            )
         if truncate not in (None, "left"):
             raise ConfigError(
                 f"truncate is {truncate!r}.", "Only the left end can be cut.", "Use truncate=left."
@@ -92,6 +86,11 @@ class DeepInferLM(TemplateLM):
         self._fitter = Fitter(self.max_length, self.llm.tokenizer.bos_id, truncate == "left")
         self._digests, self._lines = None if digests is None else Path(digests), list[str]()
         _log.info("deepinfer_jax draws with base seed %d: %s", self.seed, SEED_RULE)
+        without = {"batch_size": batch_size, "max_batch_size": max_batch_size, "device": device}
+        if given := [f"{k}={v}" for k, v in without.items() if v is not None]:
+            _log.info(
+                "%s: no effect; the engine fills its steps, on JAX's device", ", ".join(given)
+            )
 
     @property
     def eot_token_id(self) -> int:

@@ -185,7 +185,7 @@ def record_bytes(config: ModelConfig, caches: CacheFormat = RELEASE) -> dict[str
 
 
 def kv_bytes_per_token(config: ModelConfig, caches: CacheFormat = RELEASE) -> float:
-    """Bytes that grow with every token: entries and index keys."""
+    """Bytes that grow with every token, entries and index keys; in records unless told."""
     record = record_bytes(config, caches)
     ratios = [config.compress_ratios[layer] for layer in config.kv_source_layer_ids]
     return sum((record["entry"] + record["index_key"]) / r for r in ratios)

@@ -16,7 +16,7 @@ from deepinfer_jax.ops import quant
 
 @dataclass(frozen=True)
 class KeyFormat:
-    """How one kind of key is stored; hashable, and its functions are module-level ones.
+    """How one kind of key is stored; hashable: its functions are made once, at import.
 
     Attributes:
         dtype: of the stored array.

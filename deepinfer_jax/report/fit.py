@@ -117,15 +117,19 @@ class Planner:
     def _found(self, engine: EngineConfig) -> MemoryPlan | None:
         """The plan to run, or None if none fits."""
         limit = max_length(engine, self.network.config)
-        wanted = self._at(engine, limit)
-        if self.free is None or wanted.fits:
-            return wanted
-        if engine.max_model_len is None:
-            # Coarse, so that programs kept for one length serve the next start too.
-            blocks = _most(limit // _GRAIN, lambda n: bool(self._at(engine, n * _GRAIN).fits))
-            if blocks:
-                return self._at(engine, blocks * _GRAIN)
-        return None
+        if self.free is None or engine.max_model_len is not None:
+            wanted = self._at(engine, limit)
+            return None if wanted.fits is False else wanted
+        if self._roomy(engine, limit):
+            return self._at(engine, limit)
+        # Coarse, so that programs kept for one length serve the next start too.
+        blocks = _most(limit // _GRAIN, lambda n: self._roomy(engine, n * _GRAIN))
+        return self._at(engine, blocks * _GRAIN) if blocks else None
+
+    def _roomy(self, engine: EngineConfig, positions: int) -> bool:
+        """Whether a length that nobody asked for fits even if the step takes half as much again."""
+        plan = self._at(engine, positions)
+        return self.free is None or plan.total + plan.step // 2 <= self.free
 
     def _at(self, engine: EngineConfig, positions: int) -> MemoryPlan:
         return memory_plan(self.network, engine, positions, free=self.free, outside=self.outside)
@@ -149,7 +153,7 @@ class Planner:
 
     def _candidates(self, engine: EngineConfig) -> Iterator[dict[str, Any]]:
         """Changes to try, those that change least first."""
-        if not self._at(self._least(engine), 1).fits:
+        if self.free is not None and self._least(engine) > self.free:
             return
         wanted, places = self.wanted(engine), self._smaller(engine)
         yield from self._sizes(engine, wanted, {})
@@ -162,12 +166,13 @@ class Planner:
             yield changes | {"max_num_seqs": 1}
             yield from self._sizes(engine, wanted, changes | {"max_num_seqs": 1})
 
-    def _least(self, engine: EngineConfig) -> EngineConfig:
-        """The engine in as little memory as it can run in."""
+    def _least(self, engine: EngineConfig) -> int:
+        """Bytes of the engine in as little memory as it can run in."""
         smallest = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1, "pages": 1}
-        for changes in self._smaller(engine):
-            smallest |= changes
-        return dataclasses.replace(engine, **smallest)
+        ways = ({}, *self._smaller(engine))
+        return min(
+            self._at(dataclasses.replace(engine, **smallest, **way), 1).total for way in ways
+        )
 
     def _smaller(self, engine: EngineConfig) -> list[dict[str, Any]]:
         """Ways to hold the same weights in less memory of the device, one change first."""
@@ -199,7 +204,7 @@ class Planner:
         self, engine: EngineConfig, plan: MemoryPlan, ways: tuple[Alternative, ...]
     ) -> MemoryPlanError:
         assert self.free is not None, "a plan is only refused where memory is known"
-        free, least = size_text(self.free), size_text(self._at(self._least(engine), 1).total)
+        free, least = size_text(self.free), size_text(self._least(engine))
         do = f"Run where there is more memory: no plan of this network takes less than {least}."
         if ways:
             do = f"Set {', or '.join(map(str, ways))}."

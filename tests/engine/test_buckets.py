@@ -73,8 +73,9 @@ def test_a_plan_is_written_field_by_field():
     draws.temperature[0], draws.top_p[3], draws.top_k[2] = 0.5, 0.75, 40
     draws.seed[0], draws.stops[2, :2] = (0xFFFFFFFF, 3), (6, 1)
     prompts = {3: np.arange(100, 120), 1: np.arange(200, 214)}
-    forced = np.array([-1, -1, 66, -1, -1], np.int32)
-    ints, floats = pack(made, draws, prompts, forced)
+    forced = np.array([-1, -1, 66, 77, -1], np.int32)
+    score_from = np.array([-1, -1, 10, -1], np.int32)
+    ints, floats = pack(made, draws, prompts, forced, score_from)
     assert made.bucket == Bucket(16, 7, 5, 20)
     assert ints.dtype == np.int32 and ints.shape == (made.bucket.ints,)
     ids, parts, stops, updates = made.bucket.split(ints)
@@ -92,7 +93,10 @@ def test_a_plan_is_written_field_by_field():
     assert field[Part.WRITE_FROM] == [0, 0, 0, 12, 0]
     assert field[Part.FLOOR] == [0, 0, 0, 8, 0]
     assert field[Part.KEEP_FROM] == [0, 0, 15, 12, 0]
-    assert field[Part.FORCED] == [-1, 66, -1, -1, -1]
+    assert field[Part.FORCED] == [-1, 66, 77, -1, -1]
+    assert field[Part.SCORE_FROM] == [-1, -1, 10, -1, -1]
+    # After the end of a prompt comes what is forced there, and within it its own next token.
+    assert field[Part.NEXT] == [-1, -1, 77, 210, -1]
     assert stops[1].tolist() == [6, 1] + [-1] * (STOP_IDS - 2)
     assert (np.delete(stops, 1, 0) == -1).all()
     grown = [[0, 1, 11], [3, 2, 12], [3, 3, 13], [3, 4, 14]]

@@ -21,7 +21,7 @@ SLOTS, TABLE = 4, pages_of(LIMIT)
 # Of one chunk, of several, and of one token; no chunk is so short that it has a program of its own.
 IDS = np.random.default_rng(3).integers(3, 250, 150).tolist()
 PROMPTS = [IDS, IDS[:40], IDS[60:130], IDS[5:90], IDS[:64], IDS[100:]]
-ASKED = {"temperature": 0, "max_tokens": 2, "ignore_eos": True, "logprobs": 1}
+ASKED = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
 SCORED = SamplingParams(prompt_logprobs=0, **ASKED)
 
 
@@ -31,7 +31,7 @@ def forced(llm):
 
     def logprobs(context, tokens):
         params = SamplingParams(
-            temperature=0, max_tokens=len(tokens), golden_token_ids=tokens, logprobs=1
+            temperature=0, max_tokens=len(tokens), golden_token_ids=tokens, logprobs=0
         )
         (output,) = llm.generate([list(context)], params)
         assert output.error is None
@@ -89,7 +89,7 @@ def test_samples_of_a_prompt_share_its_log_probs(llm, reference):
 
 
 def test_a_prompt_of_one_token_has_no_log_probs_and_says_so(llm):
-    found = only(llm.generate([[7]], dataclasses.replace(SCORED, logprobs=0))).prompt_logprobs
+    found = only(llm.generate([[7]], SCORED)).prompt_logprobs
     assert found.token.shape == (0,) and found.top.shape == (0, 0)
 
 
@@ -108,24 +108,12 @@ def sequence_of(llm):
     return made
 
 
-def engine_on(llm, compiled, pages=1 + SLOTS * TABLE, **options):
-    net = llm.assembled
-    limits = Limits(
-        slots=SLOTS,
-        rows=64,
-        pages=pages,
-        max_model_len=LIMIT,
-        table_pages=TABLE,
-        updates=SLOTS + 1 + TABLE,
-    )
-    kept = keep_compiled(compiled)
-    return Engine(net.network, net.params, net.mesh, limits=limits, kept=kept, **options)
-
-
-def test_a_sequence_that_gives_up_its_pages_keeps_its_scores(llm, compiled, sequence_of, reference):
-    engine = engine_on(llm, compiled, pages=1 + 3)
+def test_a_sequence_that_gives_up_its_pages_keeps_its_scores(llm, sequence_of, reference):
+    engine = llm._engine
+    taken = engine.pool.allocate(engine.pool.allocatable - 3)  # three pages are left for all
     sequences = [sequence_of(IDS[:120], prompt_logprobs=0, max_tokens=30) for _ in range(3)]
     list(engine.run(sequences))
+    engine.pool.release(taken, 0)
     assert engine.meter.preempted
     for sequence in sequences:
         assert len(sequence.output) == 30
@@ -134,11 +122,22 @@ def test_a_sequence_that_gives_up_its_pages_keeps_its_scores(llm, compiled, sequ
 
 
 def test_bounded_replay_leaves_scored_prompts_whole(llm, compiled, sequence_of, reference):
-    engine = engine_on(llm, compiled, options=StepOptions(truncate=True), keep=8)
+    limits = Limits(
+        slots=SLOTS,
+        rows=64,
+        pages=1 + SLOTS * TABLE,
+        max_model_len=LIMIT,
+        table_pages=TABLE,
+        updates=SLOTS + 1 + TABLE,
+    )
+    net, kept = llm.assembled, keep_compiled(compiled)
+    options = {"options": StepOptions(truncate=True), "keep": 8, "kept": kept}
+    engine = Engine(net.network, net.params, net.mesh, limits=limits, **options)
     # Four rows are scored and eight of the other kept, which the smaller of two programs holds.
-    scored, other = sequence_of(IDS[:4], prompt_logprobs=0), sequence_of(IDS[:50])
+    scored = sequence_of(IDS[:4], prompt_logprobs=0, max_tokens=1)
+    other = sequence_of(IDS[:50], max_tokens=1)
     list(engine.run([other, scored]))
-    assert [(b.rows, b.decoder_rows, p) for b, _, p in engine.late][0] == (64, 12, 0)
+    assert [(b.rows, b.decoder_rows, p) for b, _, p in engine.late] == [(64, 12, 0)]
     np.testing.assert_allclose(scored.prompt_logprobs("raw").token, reference[:3], atol=1e-5)
 
 

@@ -1,5 +1,6 @@
 """The command `deepinfer batch`, with an engine that says prompts backwards."""
 
+import dataclasses
 import io
 import json
 import shlex
@@ -16,6 +17,8 @@ from deepinfer_jax import settings
 from deepinfer_jax.engine.meter import Snapshot
 from deepinfer_jax.entrypoints import batch
 from deepinfer_jax.entrypoints.progress import Live
+from deepinfer_jax.protocol.ask import Ask
+from deepinfer_jax.request import RequestOutput
 
 IDLE = Snapshot(*[0] * len(fields(Snapshot)))
 LINES = tuple(line(f"r{i}", model="nano") for i in range(5))
@@ -38,6 +41,12 @@ class Opened(FakeEngine):
 
     def watch(self, callback: Any) -> None:
         self.watched = callback
+
+    def _one(self, ask: Ask) -> RequestOutput:
+        made = super()._one(ask)
+        if self.arguments["truncate"] is None or ask.name not in ("r1", "r3"):
+            return made
+        return dataclasses.replace(made, metrics={"truncated_tokens": 4.0})
 
     def stop_at(self, index: int) -> None:
         if index == self.stop:
@@ -81,6 +90,21 @@ def test_a_file_is_answered_into_a_folder(deepinfer, opened, tmp_path):
 def test_quiet_leaves_standard_error_empty(deepinfer, opened, tmp_path):
     source = write(tmp_path, b"{", *LINES)
     assert deepinfer("batch", str(source), "-o", str(tmp_path / "o"), "--quiet")[2] == ""
+
+
+def test_prompts_that_were_cut_are_counted_in_summary_record_and_results(
+    deepinfer, opened, tmp_path
+):
+    source, out = write(tmp_path, *LINES), tmp_path / "out"
+    words = ("batch", str(source), "-o", str(out), "--truncate", "left")
+    code, said, _ = deepinfer(*words)
+    assert (code, opened[0].arguments["truncate"]) == (0, "left")
+    assert "stop 5, 2 with truncated prompts, 0:00:0" in said
+    cut = {r["custom_id"]: r["deepinfer"]["truncated_tokens"] for r in results(out)}
+    assert cut == {"r0": 0, "r1": 4, "r2": 0, "r3": 4, "r4": 0}
+    # A second run answers nothing, and its record counts what the first one left.
+    assert json.loads(deepinfer(*words, "--json")[1])["requests"]["truncated"] == 2
+    assert json.loads((out / "run.json").read_text())["requests"]["truncated"] == 2
 
 
 def test_json_is_the_record_of_the_run(deepinfer, opened, tmp_path):

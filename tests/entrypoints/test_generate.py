@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import re
@@ -126,6 +127,22 @@ def test_a_request_that_fails_does_not_stop_the_others(deepinfer, opened, tiny_l
     assert lines[1:] == ["  Nothing was truncated.", f"  {do}"]
     rows = [json.loads(line) for line in (out_dir / "results.jsonl").read_text().splitlines()]
     assert {row["request_id"]: row["error"] is None for row in rows} == {"0": False, "1": True}
+
+
+def test_prompts_that_were_cut_are_counted(deepinfer, opened, tiny_llm, tmp_path, monkeypatch):
+    short = dataclasses.replace(tiny_llm._admission, limit=20, truncate="left")
+    monkeypatch.setattr(tiny_llm, "_admission", short)
+    out_dir = tmp_path / "run"
+    words = ("x" * 40, "ok", *GREEDY, "--truncate", "left", "--json", "--out", str(out_dir))
+    code, out, err = deepinfer("generate", *words)
+    report = json.loads(out)
+    assert (code, opened[-1]["truncate"], report["truncated_requests"]) == (0, "left", 1)
+    cut, whole = report["results"]
+    assert cut["prompt_token_ids"] == [0] + [3 + ord("x")] * 14
+    assert cut["metrics"]["truncated_tokens"] == 26
+    assert "truncated_tokens" not in whole["metrics"]
+    assert "1 of 2 prompts were truncated to fit." in err
+    assert json.loads((out_dir / "run.json").read_text())["truncated_requests"] == 1
 
 
 def test_out_holds_a_line_per_request_and_the_manifest(deepinfer, opened, tiny_llm, tmp_path):

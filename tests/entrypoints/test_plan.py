@@ -44,6 +44,12 @@ def test_the_table_shows_every_part_the_sizes_and_what_fits(deepinfer):
     assert "fits yes" in words and "at most max_model_len 1024, or max_num_seqs" in words
 
 
+def test_a_length_that_memory_decides_is_told_as_such(deepinfer):
+    assert "as long as memory holds" not in deepinfer(*TINY, "--memory", "64MiB")[1]
+    code, out, _ = deepinfer(*TINY, "--memory", "26MiB")
+    assert code == 0 and "as long as memory holds; the model's limit is 1024 tokens" in out
+
+
 def test_the_record_adds_up_and_needs_neither_weights_nor_the_device(deepinfer):
     words = ("--memory", "80GiB", "--device", "sm90", "--json", "--set", "engine.pages=100")
     code, out, _ = deepinfer(*TINY, *words)

@@ -119,12 +119,18 @@ def test_a_prompt_that_is_too_long_is_an_error_or_cut_when_asked(model_of):
     assert model.get_model_info()["truncated"] == 1
 
 
+def test_what_the_harness_always_passes_is_told_to_have_no_effect(model_of, caplog):
+    with caplog.at_level("INFO"):
+        model_of(batch_size=1, device="cuda:0", seed=9)
+    told = [record.getMessage() for record in caplog.records]
+    assert "base seed 9: seq_seed = the first 8 bytes" in told[0]
+    assert told[1].startswith("batch_size=1, device=cuda:0: no effect")
+
+
 def test_what_the_model_would_ignore_is_refused(model_of):
     from deepinfer_jax.errors import ConfigError
     from deepinfer_jax.evaluation.harness import DeepInferLM
 
-    with pytest.raises(ConfigError, match="device 'cuda:0'"):
-        model_of(device="cuda:0")
     with pytest.raises(ConfigError, match="truncate is 'right'"):
         model_of(truncate="right")
     with pytest.raises(ConfigError, match="An open model was given max_num_seqs."):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from bitwise import assert_same_bits
 from short_llm import short_config
 from tiny_model import write_tiny_model
 
@@ -18,6 +19,7 @@ from deepinfer_jax.runner.schedule import StepInput
 from deepinfer_jax.runner.step import StepOptions, init_state
 from deepinfer_jax.settings import EngineConfig
 
+FORMATS = "f32", "release"
 BUCKET = Bucket(rows=12, decoder_rows=12, parts=2, updates=3)
 NAMES = {"float32": "f32", "int32": "s32", "uint8": "u8", "bool": "pred"}
 # Two layers, one of each kind of kv source, and one Engram: the test waits for two compilations.
@@ -35,35 +37,39 @@ TWO_LAYERS = {
 }
 
 
-@pytest.fixture(scope="module", params=["f32", "release"])
-def built(request, tmp_path_factory):
-    """The compiled step of one cache format under f32qdq, and what it was compiled for."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The compiled step of two cache formats under f32qdq, and what it was compiled for."""
     raw = short_config(**TWO_LAYERS)
     config = ModelConfig.from_dict(raw)
     folder = write_tiny_model(tmp_path_factory.mktemp("model") / "two", config, raw)
-    engine = EngineConfig(model=str(folder), arithmetic="f32qdq", cache_format=request.param)
     token_map = np.arange(config.vocab_size, dtype=np.int32)
-    net = assemble(folder, config, engine, token_map)
-    state = init_state(net.network, slots=2, positions=256)
-    arguments = (net.params, state, StepInput(*BUCKET.empty()))
-    lowered = lower_step(net.network, net.mesh, arguments, bucket=BUCKET, options=StepOptions())
-    compiled = lowered.compile({"xla_backend_optimization_level": 0})
-    return SimpleNamespace(
-        format=request.param, params=net.params, state=state, config=config, compiled=compiled
-    )
+
+    def build(cache_format):
+        engine = EngineConfig(model=str(folder), arithmetic="f32qdq", cache_format=cache_format)
+        net = assemble(folder, config, engine, token_map)
+        state = init_state(net.network, slots=2, positions=256)
+        arguments = (net.params, state, StepInput(*map(jax.device_put, BUCKET.empty())))
+        lowered = lower_step(net.network, net.mesh, arguments, bucket=BUCKET, options=StepOptions())
+        compiled = lowered.compile({"xla_backend_optimization_level": 0})
+        return SimpleNamespace(params=net.params, state=state, compiled=compiled)
+
+    return {name: build(name) for name in FORMATS}
 
 
-def test_the_compiled_step_takes_over_every_byte_of_the_state(built):
-    memory = built.compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == nbytes(built.state)
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_compiled_step_takes_over_every_byte_of_the_state(built, name):
+    memory = built[name].compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == nbytes(built[name].state)
 
 
-def test_no_cache_is_copied_inside_the_step(built):
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_cache_is_copied_inside_the_step(built, name):
     """Also a donated array is copied if something reads it after it was written."""
-    leaves = [x for x in jax.tree.leaves(built.state.cache) if x.ndim > 1]
+    leaves = [x for x in jax.tree.leaves(built[name].state.cache) if x.ndim > 1]
     shapes = {f"{NAMES[x.dtype.name]}[{','.join(map(str, x.shape))}]" for x in leaves}
     assert len(shapes) > 4
-    text = built.compiled.as_text()
+    text = built[name].compiled.as_text()
     assert all(shape in text for shape in shapes)
     copied = re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text)
     assert copied and not shapes & set(copied)
@@ -100,3 +106,11 @@ def generated(built):
         leaves, results = list(out[: len(leaves)]), out[len(leaves) :]
         made.append([np.asarray(x)[: len(parts)] for x in results])
     return made
+
+
+def test_records_generate_the_bits_of_caches_of_float32(built):
+    expected, made = (generated(built[name]) for name in FORMATS)
+    assert len({int(step[0][0]) for step in expected}) > 3
+    for wanted, found in zip(expected, made, strict=True):
+        for x, y in zip(wanted, found, strict=True):
+            assert_same_bits(y, x)
