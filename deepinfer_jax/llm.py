@@ -17,8 +17,8 @@ from deepinfer_jax.assembly import assemble
 from deepinfer_jax.checkpoint.hub import resolve_model
 from deepinfer_jax.engine.admission import Admission, Request
 from deepinfer_jax.engine.meter import Meter, Snapshot
+from deepinfer_jax.engine.pairs import admit_pairs
 from deepinfer_jax.engine.programs import Compiled
-from deepinfer_jax.engine.scoring import admit_pairs
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.engine_settings import check_replay, make_engine
 from deepinfer_jax.errors import ConfigError, DeepInferError, RequestError

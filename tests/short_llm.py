@@ -42,14 +42,32 @@ def short_config(**changes: object) -> dict[str, Any]:
     return raw | layers | changes
 
 
+def shorter_config() -> dict[str, Any]:
+    """Two layers: a source of pairs with an Engram, and a source of every token."""
+    return short_config(
+        num_hidden_layers=2,
+        compress_ratios=[2, 1, 0, 0, 0],
+        kv_source_layer_ids=[0, 1],
+        index_source_layer_ids=[0, 1],
+        candidate_source_layer_id=1,
+        engram_layer_ids=[0],
+        engram_num_embeddings=[630],
+        dspark_target_layer_ids=[0, 1],
+    )
+
+
 def write_short_model(
     folder: Path,
+    raw: dict[str, Any] | None = None,
     *,
     change: Callable[[Weights], None] = lambda weights: None,
     spoil: Callable[[Weights], None] = lambda stored: None,
 ) -> Path:
-    """Write the folder; `change` may alter the weights, `spoil` the tensors as they are stored."""
-    raw = short_config()
+    """Write the folder; `change` may alter the weights, `spoil` the tensors as they are stored.
+
+    `raw` is the object of config.json, `short_config()` where it is left out.
+    """
+    raw = raw or short_config()
     config = ModelConfig.from_dict(raw)
     weights = tiny_weights(config)
     change(weights)

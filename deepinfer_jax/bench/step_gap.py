@@ -160,7 +160,7 @@ def host_times(engine: TimedEngine, run: Callable[[], None], steps: int) -> Host
     parts = {
         "plan": spent["plan"],
         "settle": spent["settle"],
-        "pack": spent["launch"] - spent["call"],
+        "pack": spent["launch"],
         "call": spent["call"],
         "wait": wait,
         "collect": spent["take"] - wait,

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from deepinfer_jax.errors import ConfigError
@@ -15,8 +16,8 @@ _COMMANDS = ("run", "ls", "validate")
 def run_harness(arguments: Sequence[str], **model_args: Any) -> int:
     """Run the harness's command line; returns its exit code.
 
-    `--model deepinfer_jax` is added where no model is named, and the first number of `--seed` is
-    the base seed of generations.
+    `--model deepinfer_jax` is added where no model is named, the first number of `--seed` is the
+    base seed of generations, and their digests go into the folder of `--output_path`.
 
     Args:
         arguments: what was typed after `--`, passed on as it is.
@@ -60,18 +61,21 @@ def completed(arguments: Sequence[str], model_args: dict[str, Any]) -> list[str]
     if not names & {"--model", "-M", "--config", "-C"}:
         added = ["--model", "deepinfer_jax"]
     given: dict[str, Any] = {k: v for k, v in model_args.items() if v is not None}
-    if (seed := _base_seed(typed)) is not None:
-        given = {"seed": seed} | given
+    seed = (_value(typed, "--seed") or "").partition(",")[0].strip()
+    if seed.isdecimal():
+        given = {"seed": int(seed)} | given
+    place = _value(typed, "--output_path", "-o")
+    if place is not None and not Path(place).suffix:  # a folder, and not the name of one file
+        given["digests"] = str(Path(place) / "digests.jsonl")
     if given:
         added += ["--model_args", json.dumps(given)]
     return ["run", *added, *typed]
 
 
-def _base_seed(typed: Sequence[str]) -> int | None:
-    """The first number of the harness's --seed."""
+def _value(typed: Sequence[str], *names: str) -> str | None:
+    """What was typed behind one of these names of an option."""
     for place, word in enumerate(typed):
         name, equals, value = word.partition("=")
-        if name == "--seed" and (equals or place + 1 < len(typed)):
-            first = (value if equals else typed[place + 1]).partition(",")[0].strip()
-            return int(first) if first.isdecimal() else None
+        if name in names and (equals or place + 1 < len(typed)):
+            return value if equals else typed[place + 1]
     return None

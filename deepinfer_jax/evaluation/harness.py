@@ -210,6 +210,7 @@ class DeepInferLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", request.args, found[place])
             self._told("generating", done, len(asks))
         if self._digests is not None:
+            self._digests.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._digests) as temporary:
                 temporary.write_text("".join(sorted(self._lines)), encoding="utf-8")
         if failed is not None:

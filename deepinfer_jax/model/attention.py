@@ -131,17 +131,24 @@ def attention(
         rope: float32 [positions, 2, rope/2], this kind of layer's table.
         whole: all rows of the step, when x is a part of them and all leave window keys.
     """
-    p, eps, n = params.attn, config.rms_norm_eps, x.shape[0]
-    quantize, caches = arithmetic.quantize_inputs, arithmetic.caches
+    p, eps, quantize = params.attn, config.rms_norm_eps, arithmetic.quantize_inputs
+    caches = arithmetic.caches
     angles = rope[rows.position]
-    q_rank = rms_norm(ops.linear(x, p.wq_a, quantize=quantize), p.q_norm, eps)
-    q = ops.linear(q_rank, p.wq_b, quantize=quantize)
-    q = rotate(q.reshape(n, config.num_attention_heads, config.head_dim), angles)
-    near = x, rows
-    if whole is not None:
-        near = whole.x, whole.rows
-    kv = rms_norm(ops.linear(near[0], p.wkv, quantize=quantize), p.kv_norm, eps)
-    kv = caches.window.encode(rotate(kv, rope[near[1].position]))
+
+    def queries(x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_rank = rms_norm(ops.linear(x, p.wq_a, quantize=quantize), p.q_norm, eps)
+        q = ops.linear(q_rank, p.wq_b, quantize=quantize)
+        heads = q.reshape(x.shape[0], config.num_attention_heads, config.head_dim)
+        return q_rank, rotate(heads, angles)
+
+    def keys(x: jax.Array, angles: jax.Array) -> jax.Array:
+        kv = rms_norm(ops.linear(x, p.wkv, quantize=quantize), p.kv_norm, eps)
+        return caches.window.encode(rotate(kv, angles))
+
+    q_rank, q = ops.rowwise(lambda part: queries(*part), (x, angles), rows.used)
+    near = (x, rows) if whole is None else (whole.x, whole.rows)
+    near_angles = rope[near[1].position]
+    kv = ops.rowwise(lambda part: keys(*part), (near[0], near_angles), near[1].used)
 
     selection = None
     if plan.owns_index:
@@ -173,11 +180,17 @@ def attention(
         assert shared.source is not None and shared.entries is not None
         entries = entry_keys(shared.source, table, shared.entries, rows, decode=caches.entry.decode)
     heads = ops.sparse_mla(q, window, entries, p.sink, scale=config.head_dim**-0.5)
-    heads = rotate(heads, angles, inverse=True)
-    grouped = heads.reshape(n, config.o_groups, -1)
-    wo_a = expand(p.wo_a, x.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
-    low = jnp.einsum(
-        "ngi,gri->ngr", grouped, wo_a, precision="highest", preferred_element_type=jnp.float32
-    )
-    out = ops.linear(low.astype(x.dtype).reshape(n, -1), p.wo_b, quantize=quantize)
+
+    def project(heads: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        n = heads.shape[0]
+        heads = rotate(heads, angles, inverse=True)
+        grouped = heads.reshape(n, config.o_groups, -1)
+        wo_a = expand(p.wo_a, x.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
+        low = jnp.einsum(
+            "ngi,gri->ngr", grouped, wo_a, precision="highest", preferred_element_type=jnp.float32
+        )
+        low = low.astype(x.dtype).reshape(n, -1)
+        return heads, ops.linear(low, p.wo_b, quantize=quantize)
+
+    heads, out = ops.rowwise(lambda part: project(*part), (heads, angles), rows.used)
     return AttentionOut(out, shared, kv, heads, selection)

@@ -49,6 +49,12 @@ class Rows:
         """Rows that are not padding, bool [n]."""
         return self.position >= 0
 
+    @property
+    def used(self) -> jax.Array:
+        """How many rows there are up to the last that is not padding, int32 []."""
+        count = jnp.arange(1, self.position.shape[0] + 1, dtype=jnp.int32)
+        return jnp.max(jnp.where(self.valid, count, 0))
+
     def back(
         self, steps: jax.Array, index: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:

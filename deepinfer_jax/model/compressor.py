@@ -28,23 +28,17 @@ class Compressed:
     index_key: jax.Array
 
 
-def _pairs(
-    x: jax.Array, params: Compressor, rows: Rows, raw: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Each row mixed with the row before it, [n, k] float32, and the new raw rows."""
-    x32 = x.astype(jnp.float32)
+def _raw_rows(x: jax.Array, params: Compressor) -> jax.Array:
+    """(u, g) of each row, float32 [n, 2 k]."""
     weights = jnp.concatenate([expand(params.wkv, jnp.float32), expand(params.wgate, jnp.float32)])
-    own = jnp.einsum("nd,kd->nk", x32, weights, precision="highest")
-    before, in_step, row = rows.back(jnp.ones(1, jnp.int32))
-    kept = raw[rows.slot, before[:, 0] % raw.shape[1]]
-    # Read before it is written, the cache is written in place.
-    kept, raw = jax.lax.optimization_barrier((kept, raw))
-    first = jnp.where(in_step, own[row[:, 0]], kept)
-    (u0, g0), (u1, g1) = jnp.split(first, 2, -1), jnp.split(own, 2, -1)
+    return jnp.einsum("nd,kd->nk", x.astype(jnp.float32), weights, precision="highest")
+
+
+def _mixed(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Two neighbouring raw rows each [n, 2 k] mixed into one [n, k]."""
+    (u0, g0), (u1, g1) = jnp.split(first, 2, -1), jnp.split(second, 2, -1)
     share = jax.nn.sigmoid(g1 - g0)  # a softmax over the two positions, per channel
-    mixed = (1 - share) * u0 + share * u1
-    raw = raw.at[rows.writable(raw.shape[1]), rows.position % raw.shape[1]].set(own, mode="drop")
-    return mixed, raw
+    return (1 - share) * u0 + share * u1
 
 
 def compress(
@@ -70,23 +64,32 @@ def compress(
 
     Entry j covers positions j r to j r + r - 1 (model specification, "Compressor", "Indexer").
     """
-    raw = cache.raw
-    if raw is None:
-        mixed = ops.linear(x, params.wkv)
-    else:
-        mixed, raw = _pairs(x, params, rows, raw)
-        mixed = mixed.astype(x.dtype)
-    latent = rms_norm(mixed, params.norm, config.rms_norm_eps)
     entry_id = rows.position // ratio
-    angles = rope[entry_id * ratio]
-    entry = rotate(latent, angles)
-    key = rms_norm(ops.linear(latent, indexer.wk), indexer.k_norm, config.rms_norm_eps)
-    key = rotate(key, angles)
-    entry, key = arithmetic.caches.entry.encode(entry), arithmetic.caches.index_key.encode(key)
+    raw, before, caches = cache.raw, None, arithmetic.caches
+    if raw is not None:
+        own = ops.rowwise(lambda x: _raw_rows(x, params), x, rows.used)
+        position, in_step, row = rows.back(jnp.ones(1, jnp.int32))
+        kept = raw[rows.slot, position[:, 0] % raw.shape[1]]
+        # Read before it is written, the cache is written in place.
+        kept, raw = jax.lax.optimization_barrier((kept, raw))
+        before = jnp.where(in_step, own[row[:, 0]], kept), own
+        place = rows.writable(raw.shape[1]), rows.position % raw.shape[1]
+        raw = raw.at[place].set(own, mode="drop")
+
+    def close(part: tuple[jax.Array, tuple[jax.Array, jax.Array] | None, jax.Array]) -> Compressed:
+        x, pair, angles = part
+        mixed = ops.linear(x, params.wkv) if pair is None else _mixed(*pair).astype(x.dtype)
+        latent = rms_norm(mixed, params.norm, config.rms_norm_eps)
+        entry = rotate(latent, angles)
+        key = rms_norm(ops.linear(latent, indexer.wk), indexer.k_norm, config.rms_norm_eps)
+        key = caches.index_key.encode(rotate(key, angles))
+        return Compressed(latent, caches.entry.encode(entry), key)
+
+    made = ops.rowwise(close, (x, before, rope[entry_id * ratio]), rows.used)
     page, place = cache.closing(table, rows, ratio)
     cache = SourceCache(
-        entries=cache.entries.at[page, place].set(entry, mode="drop"),
-        index_keys=cache.index_keys.at[page, place].set(key, mode="drop"),
+        entries=cache.entries.at[page, place].set(made.entry, mode="drop"),
+        index_keys=cache.index_keys.at[page, place].set(made.index_key, mode="drop"),
         raw=raw,
     )
-    return Compressed(latent, entry, key), cache
+    return made, cache

@@ -80,13 +80,18 @@ def select(
         candidates: from the candidate source, for layers after it.
     """
     heads, width = config.index_n_heads, config.index_head_dim
-    query = ops.linear(q_rank, params.wq_b, quantize=arithmetic.quantize_inputs)
-    query = rotate(query.reshape(-1, heads, width), angles)
-    if arithmetic.quantize_caches:
-        query = qdq_fp4(query)
-    weight = ops.linear(x, params.weights_proj) * jnp.asarray(
-        width**-0.5 * heads**-0.5, arithmetic.dtype
-    )
+
+    def ask(x: jax.Array, q_rank: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        query = ops.linear(q_rank, params.wq_b, quantize=arithmetic.quantize_inputs)
+        query = rotate(query.reshape(-1, heads, width), angles)
+        if arithmetic.quantize_caches:
+            query = qdq_fp4(query)
+        weight = ops.linear(x, params.weights_proj) * jnp.asarray(
+            width**-0.5 * heads**-0.5, arithmetic.dtype
+        )
+        return query, weight
+
+    query, weight = ops.rowwise(lambda part: ask(*part), (x, q_rank, angles), rows.used)
     visible = (rows.position + 1) // plan.ratio
     scores = ops.index_scores(
         query,

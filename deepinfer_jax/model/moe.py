@@ -43,18 +43,27 @@ def moe(
     x: jax.Array,
     params: Moe,
     is_image: jax.Array,
+    used: jax.Array,
     *,
     config: ModelConfig,
     arithmetic: Arithmetic,
     ops: Ops,
 ) -> tuple[jax.Array, Route]:
-    """Routed plus shared experts on x [n, d], summed in float32, in x's dtype."""
-    chosen = route(x, params, is_image, config)
+    """Routed plus shared experts on x [n, d], summed in float32, in x's dtype.
+
+    Rows from `used` int32 [] on are padding, which no routed expert takes.
+    """
     common = {
         "linear": ops.linear,
         "limit": config.swiglu_limit,
         "quantize": arithmetic.quantize_inputs,
     }
-    routed = ops.experts(x, params.experts, chosen.ids, chosen.gates, **common)
-    shared = expert(x, params.shared, None, **common)
+
+    def own(x: jax.Array, is_image: jax.Array) -> tuple[Route, jax.Array]:
+        return route(x, params, is_image, config), expert(x, params.shared, None, **common)
+
+    chosen, shared = ops.rowwise(lambda rows: own(*rows), (x, is_image), used)
+    real = jnp.arange(x.shape[0]) < used
+    ids = jnp.where(real[:, None], chosen.ids, config.n_routed_experts)
+    routed = ops.experts(x, params.experts, ids, chosen.gates, **common)
     return (routed + shared).astype(x.dtype), chosen

@@ -209,26 +209,30 @@ def layer(
         plan: the layer's static plan; inside a scan, that of the run's first layer.
         net: configuration, arithmetic and kernels.
     """
-    eps = net.config.rms_norm_eps
-    common = {"config": net.config, "arithmetic": net.arithmetic, "ops": net.ops}
+    eps, ops = net.config.rms_norm_eps, net.ops
+    common = {"config": net.config, "arithmetic": net.arithmetic, "ops": ops}
     trace: Trace = {}
     if inputs.injected is not None:
         given = inputs.injected.given[index]
         residual = jax.tree.map(
             lambda new, old: jnp.where(given, new[index], old), inputs.injected.residual, residual
         )
-    if params.engram is not None and plan.engram is not None:
-        memory = inputs.memory[plan.engram]
-        gated = engram(residual.streams, memory, params.engram, inputs.is_image, **common)
-        residual = replace(residual, streams=gated.streams)
-        if net.traced:
-            trace |= {
-                "engram_rows": memory,
-                "engram_gate": gated.gate,
-                "engram_out": gated.streams,
-            }
+    memory = None if plan.engram is None else inputs.memory[plan.engram]
+
+    def enter(part: tuple[Residual, jax.Array | None, jax.Array]) -> tuple[Any, ...]:
+        residual, memory, is_image = part
+        gate = None
+        if memory is not None:
+            assert params.engram is not None
+            gated = engram(residual.streams, memory, params.engram, is_image, **common)
+            residual, gate = replace(residual, streams=gated.streams), gated.gate
+        return residual, gate, rms_norm(collapse(residual), params.attn_norm, eps)
+
+    entered = ops.rowwise(enter, (residual, memory, inputs.is_image), inputs.rows.used)
+    residual, gate, attn_in = entered
+    if net.traced and memory is not None:
+        trace |= {"engram_rows": memory, "engram_gate": gate, "engram_out": residual.streams}
     rope = inputs.rope_compressed if plan.ratio else inputs.rope_plain
-    attn_in = rms_norm(collapse(residual), params.attn_norm, eps)
     compressed = None
     if plan.owns_kv:
         assert params.compressor is not None and params.indexer is not None
@@ -255,9 +259,8 @@ def layer(
             shared = shared.kept(kept.index)
             inputs = replace(inputs, is_image=inputs.is_image[kept.index])
         inputs = replace(inputs, rows=kept.rows)
-    mean = _stream_mean(residual.streams)
+    used = inputs.rows.used
     with jax.named_scope("attention"):
-        pre, post, comb = _mixes(residual.streams, params.hc_attn, net)
         attn = attention(
             attn_in,
             params,
@@ -270,12 +273,21 @@ def layer(
             plan=plan,
             **common,
         )
-        streams = expand_streams(attn.out, post, comb, residual.streams)
-    with jax.named_scope("moe"):
-        next_pre, ffn_post, ffn_comb = _mixes(streams, params.hc_ffn, net)
+
+    def between(streams: jax.Array, attn_out: jax.Array) -> tuple[Any, ...]:
+        mean, mixes = _stream_mean(streams), _mixes(streams, params.hc_attn, net)
+        pre, post, comb = mixes
+        streams = expand_streams(attn_out, post, comb, streams)
         ffn_in = rms_norm(collapse(Residual(streams, pre)), params.ffn_norm, eps)
-        ffn_out, chosen = moe(ffn_in, params.moe, inputs.is_image, **common)
-        streams = expand_streams(ffn_out, ffn_post, ffn_comb, streams)
+        return mean, mixes, streams, _mixes(streams, params.hc_ffn, net), ffn_in
+
+    with jax.named_scope("mixes"):
+        parts = ops.rowwise(lambda part: between(*part), (residual.streams, attn.out), used)
+        mean, (pre, post, comb), streams, (next_pre, ffn_post, ffn_comb), ffn_in = parts
+    with jax.named_scope("moe"):
+        ffn_out, chosen = moe(ffn_in, params.moe, inputs.is_image, used, **common)
+        grown = ffn_out, ffn_post, ffn_comb, streams
+        streams = ops.rowwise(lambda part: expand_streams(*part), grown, used)
     if net.traced:
         trace |= _attention_trace(attn, compressed, plan, net.arithmetic)
         trace |= {"attn_pre": pre, "attn_post": post, "attn_comb": comb, "attn_in": attn_in}
@@ -417,7 +429,7 @@ def forward(
         taps += [means[i] for i, p in enumerate(run) if p.tap]
         for name, value in out.trace.items():
             trace |= {f"L{p.layer}.{name}": value[i] for i, p in enumerate(run)}
-    hidden = collapse(residual)
+    hidden = net.ops.rowwise(collapse, residual, goes_on.used)
     # All layers read the rings as they were; written after the last read, they need no copy.
     ring, hidden = jax.lax.optimization_barrier((cache.window, hidden))
     ring = _write_windows(ring, written)
@@ -431,6 +443,10 @@ def forward(
 
 def unembed(params: Params, hidden: jax.Array, net: Network) -> jax.Array:
     """Logits float32 [n, v] of hidden [n, d]: final norm, then a float32 product."""
-    normed = rms_norm(hidden, params.norm, net.config.rms_norm_eps).astype(jnp.float32)
-    head = expand(params.head, jnp.float32)
-    return jnp.einsum("nd,vd->nv", normed, head, precision="highest")
+
+    def logits(hidden: jax.Array) -> jax.Array:
+        normed = rms_norm(hidden, params.norm, net.config.rms_norm_eps).astype(jnp.float32)
+        head = expand(params.head, jnp.float32)
+        return jnp.einsum("nd,vd->nv", normed, head, precision="highest")
+
+    return net.ops.rowwise(logits, hidden)

@@ -2,7 +2,7 @@
 
 x [n, d], ids int32 [n, k], gates float32 [n, k], weights w1, w3 [e, f, d] and w2 [e, d, f];
 y float32 [n, d] = sum over a row's k experts of w2 (gate * silu(min(w1 x, L)) * clip(w3 x, -L, L)).
-No row is ever dropped (model specification, "MoE").
+An id that names no expert adds nothing; no other is ever dropped (model specification, "MoE").
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from deepinfer_jax.ops.kernel import Kernel
 from deepinfer_jax.ops.packed import Weight
+from deepinfer_jax.ops.rowwise import TILE
 
 Linear = Callable[..., jax.Array]
 
@@ -90,8 +91,43 @@ def sorted_blocks(
 
     The work grows with n k and the experts in use, not with all experts.
     """
+    size = MANY_ROWS if ids.shape[0] >= MANY else FEW_ROWS
+    common = {"linear": linear, "limit": limit, "quantize": quantize}
+    return _in_blocks(x, weights, ids, gates, size, **common).sum(1)
+
+
+def row_tiles(
+    x: jax.Array,
+    weights: ExpertWeights,
+    ids: jax.Array,
+    gates: jax.Array,
+    *,
+    linear: Linear,
+    limit: float,
+    quantize: bool,
+) -> jax.Array:
+    """As `sorted_blocks` in blocks of one size, each row's experts added in the order of `ids`."""
+    common = {"linear": linear, "limit": limit, "quantize": quantize}
+    parts = _in_blocks(x, weights, ids, gates, TILE, **common)
+    total = parts[:, 0]
+    for i in range(1, ids.shape[1]):
+        total = total + parts[:, i]
+    return total
+
+
+def _in_blocks(
+    x: jax.Array,
+    weights: ExpertWeights,
+    ids: jax.Array,
+    gates: jax.Array,
+    size: int,
+    *,
+    linear: Linear,
+    limit: float,
+    quantize: bool,
+) -> jax.Array:
+    """What each of a row's experts gives it, float32 [n, k, d]; `size` rows of one at a time."""
     n, k = ids.shape
-    size = MANY_ROWS if n >= MANY else FEW_ROWS
     count = jax.tree.leaves(weights)[0].shape[0]
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -116,10 +152,11 @@ def sorted_blocks(
 
     parts = jnp.zeros((n * k, x.shape[-1]), jnp.float32)
     parts = jax.lax.fori_loop(0, blocks.sum(), run, parts)
-    return parts.reshape(n, k, -1).sum(1)
+    return parts.reshape(n, k, -1)
 
 
 KERNELS = (
     Kernel("experts", "sorted_blocks", sorted_blocks),
+    Kernel("experts", "row_tiles", row_tiles, on=frozenset({"cpu"}), batch_invariant=True),
     Kernel("experts", "all_rows", all_rows),
 )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from deepinfer_jax.ops.kernel import Kernel
 from deepinfer_jax.ops.quant import Decode, numbers
+from deepinfer_jax.ops.rowwise import in_tiles
 
 BLOCK = 512  # entries scored at a time; those that no row of a tile can see are left out
 TILE = 32  # rows that `tiles` scores together when they are of one slot
@@ -116,6 +117,31 @@ def tiles(
     return scores.reshape(count * TILE, -1)[:n]
 
 
+def each_row(
+    q: jax.Array,
+    w: jax.Array,
+    keys: jax.Array,
+    table: jax.Array,
+    slot: jax.Array,
+    visible: jax.Array,
+    *,
+    round_scores: bool = False,
+    decode: Decode = numbers,
+) -> jax.Array:
+    """`rows` by a loop that is never merged into its surroundings, to the last row that sees any.
+
+    How many blocks of entries a row takes follows from its own number, and each is of one shape.
+    """
+
+    def one(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, w, slot, visible = row
+        return _one_slot(q, w, keys, table[slot[0]], visible, round_scores, decode)
+
+    count = jnp.arange(1, q.shape[0] + 1, dtype=jnp.int32)
+    used = jnp.max(jnp.where(visible > 0, count, 0))
+    return in_tiles(one, (q, w, slot, visible), used, size=1)
+
+
 def gathered(
     q: jax.Array,
     w: jax.Array,
@@ -136,6 +162,7 @@ def gathered(
 
 KERNELS = (
     Kernel("index_scores", "tiles", tiles),
+    Kernel("index_scores", "each_row", each_row, on=frozenset({"cpu"}), batch_invariant=True),
     Kernel("index_scores", "rows", rows),
     Kernel("index_scores", "gathered", gathered),
 )

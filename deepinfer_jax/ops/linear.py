@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from deepinfer_jax.ops.kernel import Kernel
 from deepinfer_jax.ops.packed import Weight, expand
 from deepinfer_jax.ops.quant import qdq_fp8
+from deepinfer_jax.ops.rowwise import TILE, in_tiles
 
 BLOCK = 32  # inputs per partial sum of `blocks`; part of the numerics
 
@@ -43,7 +44,17 @@ def blocks(x: jax.Array, w: Weight, *, quantize: bool = False) -> jax.Array:
     return total.astype(x.dtype)
 
 
+def row_tiles(x: jax.Array, w: Weight, *, quantize: bool = False) -> jax.Array:
+    """`xla` on tiles of rows: XLA chooses the order of a sum by the shape, which is then one."""
+
+    def product(part: jax.Array) -> jax.Array:
+        return xla(part, w, quantize=quantize)
+
+    return product(x) if x.shape[0] == TILE else in_tiles(product, x, size=TILE)
+
+
 KERNELS = (
     Kernel("linear", "xla", xla),
+    Kernel("linear", "row_tiles", row_tiles, on=frozenset({"cpu"}), batch_invariant=True),
     Kernel("linear", "blocks", blocks),
 )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.ops.kernel import Kernel
+from deepinfer_jax.ops.rowwise import TILE, in_tiles
 
 _RMS_EPS = 1e-20
 
@@ -47,4 +48,18 @@ def xla(
     return split(mixes, base, scale, streams=s, iters=iters, eps=eps)
 
 
-KERNELS = (Kernel("mhc", "xla", xla),)
+def row_tiles(
+    streams: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, *, iters: int, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`xla` on tiles of rows, so that one compiled order of every sum serves any number."""
+
+    def mixes(part: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return xla(part, fn, base, scale, iters=iters, eps=eps)
+
+    return mixes(streams) if streams.shape[0] == TILE else in_tiles(mixes, streams, size=TILE)
+
+
+KERNELS = (
+    Kernel("mhc", "xla", xla),
+    Kernel("mhc", "row_tiles", row_tiles, on=frozenset({"cpu"}), batch_invariant=True),
+)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from deepinfer_jax.ops.kernel import Kernel
 from deepinfer_jax.ops.quant import Decode, numbers
+from deepinfer_jax.ops.rowwise import in_tiles
 
 TILE = 32  # rows that `tiles` handles together; part of the numerics
 
@@ -135,6 +136,25 @@ def tiles(
     return out.reshape(count * TILE, *q.shape[1:])[:n]
 
 
+def each_row(
+    q: jax.Array, window: Keys, entries: Keys | None, sink: jax.Array, *, scale: float
+) -> jax.Array:
+    """One row at a time, up to the last one that has a key."""
+    sets = [keys for keys in (window, entries) if keys is not None]
+
+    def one(row: tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]) -> jax.Array:
+        q, references = row
+        keys = [
+            replace(keys, at=at, visible=visible)
+            for keys, (at, visible) in zip(sets, references, strict=True)
+        ]
+        return xla(q, keys[0], keys[1] if len(keys) > 1 else None, sink, scale=scale)
+
+    some = jnp.stack([keys.visible.any(-1) for keys in sets]).any(0)
+    used = jnp.max(jnp.where(some, jnp.arange(1, q.shape[0] + 1, dtype=jnp.int32), 0))
+    return in_tiles(one, (q, [(keys.at, keys.visible) for keys in sets]), used, size=1)
+
+
 def window_only(
     q: jax.Array, window: Keys, entries: Keys | None, sink: jax.Array, *, scale: float
 ) -> jax.Array:
@@ -143,11 +163,12 @@ def window_only(
     return xla(q, window, None, sink, scale=scale)
 
 
-# An ablation, not a kernel of the contract. It stands last, behind one that runs everywhere and
-# makes no smaller promise, so it is used only where it is named.
+# An ablation, not a kernel of the contract. It stands last, behind one that runs everywhere, and
+# promises nothing, so it is used only where it is named.
 WINDOW_ONLY = Kernel("sparse_mla", "window_only", window_only)
 KERNELS = (
     Kernel("sparse_mla", "tiles", tiles),
+    Kernel("sparse_mla", "each_row", each_row, on=frozenset({"cpu"}), batch_invariant=True),
     Kernel("sparse_mla", "xla", xla),
     WINDOW_ONLY,
 )

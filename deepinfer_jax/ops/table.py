@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deepinfer_jax.errors import NoKernelError
-from deepinfer_jax.ops import experts, index_scores, linear, mhc, sparse_mla, topk
+from deepinfer_jax.ops import experts, index_scores, linear, mhc, rowwise, sparse_mla, topk
 from deepinfer_jax.ops.device import Device
 from deepinfer_jax.ops.kernel import Kernel, choose
 
 # Op name -> its kernels, fastest first, in the order in which a token meets the ops.
 OPS: dict[str, tuple[Kernel, ...]] = {
+    "rowwise": rowwise.KERNELS,
     "mhc": mhc.KERNELS,
     "linear": linear.KERNELS,
     "index_scores": index_scores.KERNELS,

@@ -12,7 +12,6 @@ from deepinfer_jax.engine.plan import Limits
 from deepinfer_jax.engine.sequence import PromptLogprobs, Sequence
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.model.cache import pages_of
-from deepinfer_jax.runner.compile import keep_compiled
 from deepinfer_jax.runner.step import StepOptions
 from deepinfer_jax.text.output import PlainText
 from deepinfer_jax.text.spellings import BOS
@@ -121,7 +120,7 @@ def test_a_sequence_that_gives_up_its_pages_keeps_its_scores(llm, sequence_of, r
         np.testing.assert_allclose(found.token, reference[:119], atol=1e-5)
 
 
-def test_bounded_replay_leaves_scored_prompts_whole(llm, compiled, sequence_of, reference):
+def test_bounded_replay_leaves_scored_prompts_whole(llm, sequence_of):
     limits = Limits(
         slots=SLOTS,
         rows=64,
@@ -130,15 +129,11 @@ def test_bounded_replay_leaves_scored_prompts_whole(llm, compiled, sequence_of, 
         table_pages=TABLE,
         updates=SLOTS + 1 + TABLE,
     )
-    net, kept = llm.assembled, keep_compiled(compiled)
-    options = {"options": StepOptions(truncate=True), "keep": 8, "kept": kept}
-    engine = Engine(net.network, net.params, net.mesh, limits=limits, **options)
-    # Four rows are scored and eight of the other kept, which the smaller of two programs holds.
-    scored = sequence_of(IDS[:4], prompt_logprobs=0, max_tokens=1)
-    other = sequence_of(IDS[:50], max_tokens=1)
-    list(engine.run([other, scored]))
-    assert [(b.rows, b.decoder_rows, p) for b, _, p in engine.late] == [(64, 12, 0)]
-    np.testing.assert_allclose(scored.prompt_logprobs("raw").token, reference[:3], atol=1e-5)
+    net, truncated = llm.assembled, StepOptions(truncate=True)
+    engine = Engine(net.network, net.params, net.mesh, limits=limits, options=truncated, keep=8)
+    engine.add(sequence_of(IDS[:40], prompt_logprobs=0))
+    engine.add(sequence_of(IDS[:40]))
+    assert [waiting.keep for waiting in engine._waiting] == [0, 8]
 
 
 def test_what_a_prompt_has_been_told_is_not_taken_twice_and_what_is_no_prompt_never(sequence_of):

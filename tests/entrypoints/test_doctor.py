@@ -148,7 +148,19 @@ def test_a_level_out_of_reach_cannot_run_here(doctor):
     kind, why, do = err.splitlines()[-3:]
     assert kind == ("NoKernelError: Level R3 is asked for, and R1 is the highest within reach.")
     assert why.startswith("  R1 holds because ")
-    assert do.startswith("  Ask for R1 at most; R2 cannot be reached here: ")
+    assert do == "  Ask for R1 at most; R2 needs DEEPINFER_BATCH_INVARIANT=1."
+
+
+def test_batch_invariant_kernels_reach_the_level_that_promises_equal_bits(doctor, monkeypatch):
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "1")
+    code, out, _ = doctor("--level", "R2", "--json")
+    report = json.loads(out)
+    assert (code, report["refusal"], report["level"]["name"]) == (0, None, "R2")
+    assert all(row["batch_invariant"] for row in report["kernels"])
+    assert doctor("--level", "R3")[0] == 0
+    code, _, err = doctor("--set", "engine.kernels.linear=xla")
+    assert code == 3
+    assert "No kernel of op linear fits cpu with batch invariance." in err
 
 
 def test_a_level_out_of_reach_is_part_of_the_one_json_document(doctor):

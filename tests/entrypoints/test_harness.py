@@ -18,6 +18,9 @@ def test_the_harness_gets_the_model_its_seed_and_what_was_typed():
         assert made[:4] == ["run", "--model", "deepinfer_jax", "--model_args"]
         assert json.loads(made[4]) == {"seed": 42, "truncate": "left"}
         assert made[5:] == [*typed, *seed]
+    made = completed(["--output_path", "out", "--seed", "7"], {})
+    assert json.loads(made[4]) == {"seed": 7, "digests": "out/digests.jsonl"}
+    assert completed(["-o", "out.json"], {})[3:] == ["-o", "out.json"]
     assert completed(["--seed", "None,1,2,3"], {})[3:] == ["--seed", "None,1,2,3"]
     assert completed(["ls", "tasks"], {"truncate": "left"}) == ["ls", "tasks"]
 

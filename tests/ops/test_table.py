@@ -82,3 +82,9 @@ def test_the_engine_s_table_is_consistent_and_complete_on_cpu():
         assert len({kernel.name for kernel in kernels}) == len(kernels)
         assert all(kernel.on <= set(KINDS) for kernel in kernels)
     assert [row.op for row in select(CPU).rows()] == list(OPS)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cpu"])
+def test_batch_invariance_is_refused_where_nothing_was_proven(kind):
+    with pytest.raises(NoKernelError, match=f"No kernel of op rowwise fits {kind} with batch inv"):
+        select(Device.described(kind), batch_invariant=True)

@@ -14,6 +14,7 @@ from deepinfer_jax.runner.layout import Bucket, Flag, Part
 from deepinfer_jax.runner.schedule import StepInput, derive
 from deepinfer_jax.runner.score import CHUNK, by_row, score_rows
 from deepinfer_jax.runner.step import StepOptions, init_state, step
+from deepinfer_jax.runner.step import _scores as step_scores
 from deepinfer_jax.sampling.sampler import RowParams, processed_logprobs, raw_logprobs
 
 BUCKET = Bucket(rows=8, decoder_rows=8, parts=3, updates=4)
@@ -126,6 +127,30 @@ def test_a_row_is_scored_against_the_next_of_its_part_from_the_given_position_on
     assert np.asarray(made.owner)[:6].tolist() == [0, 1, 1, 1, 2, 2]
     unscored = plan(BUCKET, {"slot": 1, "ids": [11, 12, 13], "start": 6, "next": 44})
     assert (np.asarray(derive(state, unscored, BUCKET).target) == -1).all()
+
+
+def test_scores_stand_at_the_rows_of_the_step_when_the_decoder_runs_fewer(network):
+    state = init_state(network.network, slots=3, positions=64)
+    narrow = Bucket(rows=8, decoder_rows=5, parts=3, updates=4)
+    parts = [
+        {"slot": 0, "ids": [11, 12, 13, 14], "keep_from": 3},  # trimmed, and not scored
+        {"slot": 1, "ids": [21, 22, 23], "score_from": 0, "next": 24},
+    ]
+    hidden = hidden_rows(network, 8)
+    made = []
+    for bucket in (BUCKET, narrow):
+        given = plan(bucket, *(dict(part) for part in parts))
+        schedule = derive(state, given, bucket, truncate=True)
+        index = schedule.kept.index
+        here = hidden if index is None else hidden[index]
+        options = StepOptions(prompt=1)
+        made.append(
+            step_scores(network.params, here, schedule, network.network, bucket, options, 1)
+        )
+    whole, few = made
+    assert np.flatnonzero(np.asarray(few.logprob)).tolist() == [4, 5, 6]
+    np.testing.assert_allclose(few.logprob, whole.logprob, atol=1e-5)
+    np.testing.assert_array_equal(few.top_ids, whole.top_ids)
 
 
 def test_only_a_program_that_scores_has_arrays_for_it(network):
