@@ -14,14 +14,15 @@ import numpy as np
 from deepinfer_jax import env as environment
 from deepinfer_jax import settings
 from deepinfer_jax.assembly import assemble
-from deepinfer_jax.checkpoint.hub import resolve_model
 from deepinfer_jax.engine.admission import Admission, Request
 from deepinfer_jax.engine.meter import Meter, Snapshot
 from deepinfer_jax.engine.pairs import admit_pairs
 from deepinfer_jax.engine.programs import Compiled
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.engine_settings import check_replay, make_engine
-from deepinfer_jax.errors import ConfigError, DeepInferError, RequestError
+from deepinfer_jax.errors import RequestError
+from deepinfer_jax.model.flops import skipped_flops
+from deepinfer_jax.model_source import located, open_tokenizer
 from deepinfer_jax.ops.device import devices, free_bytes
 from deepinfer_jax.protocol.ask import Ask
 from deepinfer_jax.report.manifest import manifest
@@ -32,7 +33,6 @@ from deepinfer_jax.runner.record import Recorder, StepRecord
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.text.compressed_ids import check_compressed_map, compressed_token_map
 from deepinfer_jax.text.options import ChatOptions, check_options
-from deepinfer_jax.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
 Reporter = Callable[[str, float, float], None]
@@ -81,10 +81,10 @@ class LLM:
             explicit["model"] = str(model)
         self._env = environment.read()
         asked = settings.load(config, overrides, env=self._env, explicit=explicit)
-        asked, folder, self._revision = _located(asked, self._env)
+        asked, folder, self._revision = located(asked, self._env)
         self._settings, self._progress = asked, progress
         self.config = asked.model_config()
-        self.tokenizer = _tokenizer(tokenizer, folder, self.config)
+        self.tokenizer = open_tokenizer(tokenizer, folder, self.config)
         token_map = compressed_token_map(self.tokenizer)
         check_compressed_map(token_map, self.config)
         place = asked.engine.compile_cache_dir
@@ -117,6 +117,11 @@ class LLM:
     def meter(self) -> Meter:
         """Counts and seconds since the model was loaded."""
         return self._engine.meter
+
+    @property
+    def skipped_flops(self) -> int:
+        """Operations on weights that bounded replay of the decoder has left out."""
+        return skipped_flops(self.config, self.meter.skipped_rows)
 
     @property
     def max_model_len(self) -> int:
@@ -362,11 +367,15 @@ class LLM:
         """Run to the end; after each step yields the requests it moved, with their samples."""
         owner = {id(s): r for r in requests for s in r.samples}
         if self._settings.engine.compile == "all" and not self._engine.programs.sealed:
-            self._engine.prepare_all(s.params.logprobs or 0 for r in requests for s in r.samples)
+            asked = [s.params for r in requests for s in r.samples]
+            scored = [p.prompt_logprobs for p in asked if p.prompt_logprobs is not None]
+            tops = {p.logprobs or 0 for p in asked}
+            self._engine.prepare_all(tops, max(scored) if scored else None)
         now = time.perf_counter()
         for request in requests:
             request.started = now
         running = [s for r in requests for s in r.samples]
+        done = sum(not r.samples for r in requests)
         for stepped in self._steps(running):
             moved: dict[str, tuple[Request, list[Sample]]] = {}
             for sample in stepped:
@@ -374,8 +383,8 @@ class LLM:
                 moved.setdefault(request.request_id, (request, []))[1].append(sample)
                 if request.first_token is None:
                     request.first_token = time.perf_counter()
+            done += sum(all(s.finished for s in r.samples) for r, _ in moved.values())
             if tell is not None:
-                done = sum(all(s.finished for s in r.samples) for r in requests)
                 tell(done, len(requests))
             yield list(moved.values())
 
@@ -410,32 +419,3 @@ class LLM:
             revision=self._revision,
             tokenizer=self.tokenizer.digest,
         )
-
-
-def _located(
-    asked: settings.Settings, env: environment.Env
-) -> tuple[settings.Settings, Path, str | None]:
-    """The settings with a folder for the model, and the commit if it is downloaded."""
-    if asked.network is not None:
-        raise ConfigError(
-            f"The config {asked.engine.model} describes a network, but no weights.",
-            "LLM answers with weights; a network without them can only be planned.",
-            "Name a model folder, a repository, or the packaged model nano.",
-        )
-    try:
-        folder = asked.folder
-        assert folder is not None, "a stored model has a folder"
-        return asked, folder, None
-    except DeepInferError:
-        if "/" not in asked.engine.model or Path(asked.engine.model).exists():
-            raise
-    found = resolve_model(asked.engine.model, local_dir_override=env.hf_model_dir)
-    engine = dataclasses.replace(asked.engine, model=str(found.path))
-    return dataclasses.replace(asked, engine=engine), found.path, found.commit
-
-
-def _tokenizer(given: str | Path | None, folder: Path, config: Any) -> Tokenizer:
-    path = Path(given) if given is not None else folder
-    if path.is_file():
-        return Tokenizer.from_file(path, config)
-    return Tokenizer.from_folder(path, config)

@@ -28,6 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="folder with the complete golden data; without it the tests that need it are skipped",
     )
+    parser.addoption(
+        "--requests",
+        metavar="N",
+        type=int,
+        default=None,
+        help="random requests of tests/engine/test_random_requests.py, then on nano as well",
+    )
 
 
 @pytest.fixture(scope="session")

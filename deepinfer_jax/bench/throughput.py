@@ -50,21 +50,27 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Lengths:
-    """Between which lengths, both included, prompts and outputs are drawn, in tokens."""
+    """Between which lengths, both included, prompts and outputs are drawn, in tokens.
+
+    Attributes:
+        prompt, output: least and most.
+        spread: "even", or "log": as many between 10 and 20 as between 100 and 200, so that a few
+            long ones stand among many short ones, as in most traffic.
+    """
 
     prompt: tuple[int, int]
     output: tuple[int, int]
+    spread: str = "even"
 
     def draw(self, seed: int, count: int) -> list[tuple[int, int]]:
         """(prompt, output) lengths of `count` requests; a longer list begins with a shorter one."""
         rng = np.random.default_rng(seed)
-        return [
-            (
-                int(rng.integers(*self.prompt, endpoint=True)),
-                int(rng.integers(*self.output, endpoint=True)),
-            )
-            for _ in range(count)
-        ]
+        return [(self._one(rng, self.prompt), self._one(rng, self.output)) for _ in range(count)]
+
+    def _one(self, rng: np.random.Generator, ends: tuple[int, int]) -> int:
+        if self.spread == "even":
+            return int(rng.integers(*ends, endpoint=True))
+        return int(np.exp(rng.uniform(np.log(ends[0]), np.log(ends[1] + 1))))
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class Request:
             metrics["truncated_tokens"] = self.truncated
         if self.first_token is not None:
             metrics["time_to_first_token_s"] = self.first_token - self.started
+            metrics["cached_tokens"] = self.samples[0].cached
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

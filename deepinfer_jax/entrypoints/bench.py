@@ -22,6 +22,7 @@ from deepinfer_jax.entrypoints.results import check_can_write, json_text, write_
 from deepinfer_jax.errors import ConfigError
 
 LOOPS = ("static", "plain")
+SPREADS = ("even", "log")
 _COLUMNS = (
     "loop",
     "seqs",
@@ -33,6 +34,7 @@ _COLUMNS = (
     "us/step",
     "seconds",
 )
+_Drawn = tuple[tuple[int, int], tuple[int, int], str]
 _GROUP = 16  # requests of a static batch at most
 _PER_SLOT = 4  # requests for each sequence that runs, at least
 
@@ -72,6 +74,12 @@ def command(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="After the warm-up.")] = 3,
+    spread: Annotated[
+        str,
+        typer.Option(
+            "--spread", metavar="even|log", help="How lengths are drawn: evenly, or few long ones."
+        ),
+    ] = "even",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of lengths and token ids.")] = 0,
     compare: Annotated[
         list[str] | None,
@@ -87,6 +95,7 @@ def command(
 ) -> int:
     """Print throughput by number of sequences. Exits with 1 if a figure has no valid repeat."""
     ranges = _range("--prompt-tokens", prompt_tokens), _range("--output-tokens", output_tokens)
+    lengths = *ranges, _spread(spread)
     sizes = [None] if sequences is None else _sizes(sequences)
     others = _loops(compare or ())
     if out is not None:
@@ -98,8 +107,8 @@ def command(
             base: float | None = None
             for loop in ("engine", *others):
                 llm = _opened(live, loop, size, runs, model, config, overrides)
-                run = _measured(live, llm, loop, ranges, requests, repeats, seed)
-                facts = facts or _facts(llm, ranges)
+                run = _measured(live, llm, loop, lengths, requests, repeats, seed)
+                facts = facts or _facts(llm, lengths)
                 base = _rate(run) if loop == "engine" else base
                 if loop != "engine" and base and _rate(run):
                     run["engine_ratio"] = base / _rate(run)
@@ -145,7 +154,7 @@ def _measured(
     live: Live,
     llm: Any,
     loop: str,
-    ranges: tuple[tuple[int, int], tuple[int, int]],
+    lengths: _Drawn,
     requests: int | None,
     repeats: int,
     seed: int,
@@ -161,7 +170,7 @@ def _measured(
 
     run = measure(
         llm,
-        Lengths(*ranges),
+        Lengths(*lengths),
         requests=requests,
         least=_PER_SLOT * slots,
         repeats=repeats,
@@ -177,9 +186,9 @@ def _measured(
     return {"loop": loop, "sequences": slots, "note": note} | run | {"manifest": llm.manifest()}
 
 
-def _facts(llm: Any, ranges: tuple[tuple[int, int], tuple[int, int]]) -> dict[str, Any]:
+def _facts(llm: Any, lengths: _Drawn) -> dict[str, Any]:
     """What all lines have in common, and a figure means nothing without."""
-    prompt, output = ranges
+    prompt, output, spread = lengths
     device = llm.manifest()["device"]
     return {
         "model": llm.manifest()["checkpoint"]["model"],
@@ -189,6 +198,7 @@ def _facts(llm: Any, ranges: tuple[tuple[int, int], tuple[int, int]]) -> dict[st
         "context": {
             "prompt_tokens": list(prompt),
             "output_tokens": list(output),
+            "spread": spread,
             "longest": prompt[1] + output[1],
             "max_model_len": llm.max_model_len,
         },
@@ -207,8 +217,8 @@ def _show(report: Mapping[str, Any]) -> None:
     screen.print(
         f"{report['model']}, {report['parameters']:,} parameters, on {device['kind']} "
         f"({device['name']}, {report['machine']}); prompts of {_span(context['prompt_tokens'])} "
-        f"tokens, outputs of {_span(context['output_tokens'])}, nextn {report['nextn']} "
-        f"({report['acceptance']}). Tokens a second, share of time that the host waits for the "
+        f"tokens, outputs of {_span(context['output_tokens'])}, spread {context['spread']}, "
+        f"nextn {report['nextn']} ({report['acceptance']}). Tokens a second, share of time that the host waits for the "
         "device, host microseconds a step:"
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -273,6 +283,16 @@ def _range(option: str, text: str) -> tuple[int, int]:
         "It is a number of tokens, or the least and the most of them, at least 1.",
         f"Write for example {option} 16:400.",
     )
+
+
+def _spread(text: str) -> str:
+    if text not in SPREADS:
+        raise ConfigError(
+            f"--spread is {text!r}.",
+            f"Lengths are drawn in one of these ways: {', '.join(SPREADS)}.",
+            "Leave it out, or name one of them.",
+        )
+    return text
 
 
 def _sizes(text: str) -> list[int]:

@@ -6,10 +6,11 @@ The engine is a clock here: a real one would be timed, and a test never is.
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from deepinfer_jax.bench.throughput import WARM_UPS, WINDOW_S, Lengths, measure
-from deepinfer_jax.engine.engine import Meter
+from deepinfer_jax.engine.meter import Meter
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.request import RequestOutput
 
@@ -128,3 +129,9 @@ def test_static_batches_end_before_the_next_begins():
 def test_a_request_that_failed_is_raised_and_not_measured(fails):
     with pytest.raises(RequestError, match="It failed"):
         measured(Clocked(fails=fails))
+
+
+def test_lengths_on_a_log_scale_are_mostly_short_and_stay_between_their_ends():
+    drawn = np.array(Lengths((16, 32), (8, 1024), "log").draw(0, 4000))
+    assert drawn.min(0).tolist() == [16, 8] and drawn.max(0).tolist() == [32, 1024]
+    assert 80 < np.median(drawn[:, 1]) < 102  # the middle of the ends' logarithms is 91
