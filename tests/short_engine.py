@@ -18,6 +18,18 @@ LIMITS = Limits(
 )
 
 
+def few_pages(engine, left):
+    """Take all but `left` pages away; the engine is as one of fewer pages, with its programs."""
+    engine.held = engine.pool.allocate(engine.pool.allocatable - left)
+    return engine
+
+
+def check_empty(engine):
+    """Nobody holds a page, but for those that were taken away."""
+    engine.pool.check([getattr(engine, "held", [])])
+    assert engine.pool.pending == 0 and not engine.has_work
+
+
 def drive(engine, arrivals, aborts=()):
     """Run to the end; `arrivals` are (step, sequence), `aborts` (step, place of the sequence)."""
     numbers, step = {}, 0
@@ -32,8 +44,7 @@ def drive(engine, arrivals, aborts=()):
             engine.step()
         step += 1
         assert step < 3000, "the engine does not come to an end"
-    engine.pool.check([])
-    assert engine.pool.pending == 0
+    check_empty(engine)
 
 
 def requests(sequence_of, seed, count, longest):

@@ -379,7 +379,7 @@ def test_the_plan_counts_what_is_held(llm):
     window = 5 * SLOTS * (16 + 6) * 64
     entries = SLOTS * (LIMIT // 2 + LIMIT) * (64 + 32)
     assert 4 * (window + entries) <= plan.cache < 4 * (window + entries) * 1.1
-    assert plan.total == plan.weights + plan.engram_tables + plan.cache
+    assert plan.total == plan.weights + plan.engram_tables + plan.cache + plan.step
     assert plan.fits in (True, None)
 
 
@@ -389,7 +389,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     monkeypatch.setattr("deepinfer_jax.llm.free_bytes", lambda device: 1000)
     with pytest.raises(MemoryPlanError) as caught:
         open_llm(short_folder, compiled)
-    assert "are available" in caught.value.what and "packed" in caught.value.do
+    assert "are available" in caught.value.what and "no plan of this network" in caught.value.do
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one(short_folder):

@@ -121,6 +121,7 @@ class Engine:
         """Nobody runs or waits, and all caches are empty; returns the shapes of the state."""
         if self._lane is not None:
             self._lane.close()
+            self._lane = None  # its caches go before the new ones are made
         limits = self._limits
         state = init_state(
             self._network,

@@ -19,12 +19,13 @@ class Lane:
     def __init__(self, state: Any):
         """Own `state`; nobody else may use it from now on."""
         self._state = state
+        self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launch")
 
     def run(self, job: Job) -> Future[Any]:
         """Queue a job; its result comes with the future, and so does what it raises.
 
-        After a job that raised, the state is lost and every later job raises too.
+        After a job that raised, the state is lost and every later job raises the same.
         """
         return self._thread.submit(self._do, job)
 
@@ -37,7 +38,12 @@ class Lane:
         self._thread.shutdown(cancel_futures=True)
 
     def _do(self, job: Job) -> Any:
+        if self._error is not None:
+            raise self._error
         state, self._state = self._state, None
-        assert state is not None, "a job before this one was broken off"
-        self._state, result = job(state)
+        try:
+            self._state, result = job(state)
+        except BaseException as error:
+            self._error = error
+            raise
         return result

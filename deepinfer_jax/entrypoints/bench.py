@@ -218,8 +218,8 @@ def _show(report: Mapping[str, Any]) -> None:
         f"{report['model']}, {report['parameters']:,} parameters, on {device['kind']} "
         f"({device['name']}, {report['machine']}); prompts of {_span(context['prompt_tokens'])} "
         f"tokens, outputs of {_span(context['output_tokens'])}, spread {context['spread']}, "
-        f"nextn {report['nextn']} ({report['acceptance']}). Tokens a second, share of time that the host waits for the "
-        "device, host microseconds a step:"
+        f"nextn {report['nextn']} ({report['acceptance']}). Tokens a second, share of time that "
+        "the host waits for the device, host microseconds a step:"
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in _COLUMNS:

@@ -20,6 +20,7 @@ from deepinfer_jax.model.engram import engram, engram_rows
 from deepinfer_jax.model.layers import rms_norm
 from deepinfer_jax.model.moe import moe
 from deepinfer_jax.model.params import HyperConnection, Layer, Params
+from deepinfer_jax.model.streams import Residual, collapse, expand_streams, stream_mean
 from deepinfer_jax.ops.packed import expand
 from deepinfer_jax.ops.table import Ops
 
@@ -41,20 +42,6 @@ class Network:
 
 
 @flax.struct.dataclass
-class Residual:
-    """What flows from layer to layer.
-
-    Attributes:
-        streams: [n, s, d].
-        pre: float32 [n, s], the mix that collapses the streams for the next sublayer; each
-            sublayer's own is used by the one after it.
-    """
-
-    streams: jax.Array
-    pre: jax.Array
-
-
-@flax.struct.dataclass
 class ForwardOut:
     """Result of a forward over n rows, of which the decoder's layers took m.
 
@@ -70,18 +57,6 @@ class ForwardOut:
     taps: jax.Array
     cache: Cache
     trace: Trace
-
-
-def collapse(residual: Residual) -> jax.Array:
-    """The weighted sum of the streams [n, d]: float32 inside, the streams' dtype out."""
-    x = jnp.sum(residual.streams.astype(jnp.float32) * residual.pre[..., None], 1)
-    return x.astype(residual.streams.dtype)
-
-
-def expand_streams(y: jax.Array, post: jax.Array, comb: jax.Array, streams: jax.Array) -> jax.Array:
-    """X'_j = post_j y + sum_i comb_ij X_i; float32 inside, the streams' dtype out."""
-    mixed = jnp.einsum("nij,nid->njd", comb, streams.astype(jnp.float32), precision="highest")
-    return (post[..., None] * y.astype(jnp.float32)[:, None] + mixed).astype(streams.dtype)
 
 
 def _mixes(
@@ -157,10 +132,6 @@ class LayerOut:
     window_kv: jax.Array
     mean: jax.Array
     trace: Trace
-
-
-def _stream_mean(streams: jax.Array) -> jax.Array:
-    return jnp.mean(streams.astype(jnp.float32), 1).astype(streams.dtype)
 
 
 def _attention_trace(
@@ -275,7 +246,7 @@ def layer(
         )
 
     def between(streams: jax.Array, attn_out: jax.Array) -> tuple[Any, ...]:
-        mean, mixes = _stream_mean(streams), _mixes(streams, params.hc_attn, net)
+        mean, mixes = stream_mean(streams), _mixes(streams, params.hc_attn, net)
         pre, post, comb = mixes
         streams = expand_streams(attn_out, post, comb, streams)
         ffn_in = rms_norm(collapse(Residual(streams, pre)), params.ffn_norm, eps)

@@ -18,7 +18,8 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.model.cache import Cache, init_cache
 from deepinfer_jax.model.params import Params
-from deepinfer_jax.model.transformer import ForwardOut, Injected, Network, Residual
+from deepinfer_jax.model.streams import Residual
+from deepinfer_jax.model.transformer import ForwardOut, Injected, Network
 from deepinfer_jax.runner.compile import replicated, trace_program
 from deepinfer_jax.runner.step import pack_rows
 

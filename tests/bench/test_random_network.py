@@ -90,7 +90,7 @@ class Trivial(Programs):
             token, out = program(state.token, inputs.ints)
             return state.replace(token=token), out
 
-        return run
+        return run, 0.0
 
 
 def test_both_loops_are_measured_and_their_time_is_accounted_for(net, tmp_path, monkeypatch):
@@ -103,11 +103,12 @@ def test_both_loops_are_measured_and_their_time_is_accounted_for(net, tmp_path, 
         assert row["steps"] == 4 and 0 < row["share"] < 1
         assert row["step_us"] > row["device_us"] > 0 and row["copy_us"] is None
         parts = row["host_parts_us"]
-        assert np.isclose(sum(parts.values()), row["untraced_step_us"])
+        # The call has a thread of its own.
+        assert np.isclose(sum(parts.values()) - parts["call"], row["untraced_step_us"])
         assert all(parts[name] > 0 for name in ("plan", "settle", "pack", "call", "collect"))
         assert row["host_us"] == row["untraced_step_us"] - parts["wait"]
         assert all(len(sample.output) >= 16 for sample in samples) and not engine.has_work
-    assert [(bucket.rows, top) for bucket, top in engine.late] == [(2, 0)]
+    assert engine.programs.count == 1
     with pytest.raises(RequestError, match="In one step 1 of 1 sequences got a token, and 1 ended"):
         measure(engine, opened.samples(1, 5), 4, tmp_path / "short", "")
 

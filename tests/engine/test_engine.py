@@ -9,7 +9,7 @@ from short_llm import letters, open_llm, write_short_model
 from deepinfer_jax import SamplingParams
 from deepinfer_jax.errors import CheckpointError, LateCompileError, RequestError
 from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
-from deepinfer_jax.runner.layout import Bucket, Part
+from deepinfer_jax.runner.layout import Bucket, Part, ProgramKey
 from deepinfer_jax.runner.record import first_difference, read_record
 from deepinfer_jax.text.compressed_ids import compressed_token_map
 
@@ -224,14 +224,14 @@ def test_a_late_program_is_never_compiled_in_silence(short_folder, compiled, mon
     for progress in (None, lambda what, *_: calls.append(what)):
         how = {"compile": "all", "late_compile": "warn", "progress": progress}
         programs = open_llm(short_folder, compiled, **how)._engine.programs
-        programs.prepare([(Bucket(1, 1, 1, 14), 0)])
+        programs.prepare([ProgramKey(Bucket(1, 1, 1, 14))])
         programs.seal()
         calls.clear()
         if progress is None:
             with pytest.warns(RuntimeWarning, match=said):
-                programs.get(Bucket(1, 1, 1, 14), 8)
+                programs.get(ProgramKey(Bucket(1, 1, 1, 14), 8))
         else:
-            programs.get(Bucket(1, 1, 1, 14), 8)
+            programs.get(ProgramKey(Bucket(1, 1, 1, 14), 8))
             assert [text for text in calls if text.startswith(said)] == calls != []
 
 

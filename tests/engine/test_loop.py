@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from short_engine import SLOTS, alone, drive, requests
+from short_engine import SLOTS, alone, check_empty, drive, few_pages, requests
 
 from deepinfer_jax.errors import MemoryPlanError, RequestError
 
@@ -17,7 +17,7 @@ def overlapped(engine_of):
 @pytest.fixture(scope="module")
 def short_of_pages(engine_of):
     """Three pages for four slots: sequences wait for pages and give them up."""
-    return engine_of(limits={"pages": 1 + 3})
+    return few_pages(engine_of(), 3)
 
 
 def test_all_orders_of_events_write_the_same_tokens(plain, overlapped, short_of_pages, sequence_of):
@@ -72,12 +72,11 @@ def test_a_deadline_ends_a_sequence_with_what_it_has(overlapped, sequence_of):
     assert other.finish_reason == "length" and len(other.output) == 12
 
 
-def test_a_prompt_that_no_memory_holds_is_refused_with_the_numbers(short_of_pages, sequence_of):
-    long, short = sequence_of(0, [60] * 500), sequence_of(1, [61] * 5)
-    drive(short_of_pages, [(0, long), (0, short)])
+def test_a_prompt_that_no_memory_holds_is_refused_with_the_numbers(engine_of, sequence_of):
+    long = sequence_of(0, [60] * 500)
+    drive(engine_of(limits={"pages": 1 + 3}), [(0, long)])
     assert isinstance(long.error, MemoryPlanError)
     assert "need 4 pages of 128 tokens; there are 3" in str(long.error)
-    assert short.finish_reason == "length"
 
 
 def test_decoding_goes_on_beside_a_long_prompt(overlapped, sequence_of):
@@ -138,7 +137,7 @@ def test_a_stream_that_is_closed_gives_its_slots_and_pages_back(overlapped, plai
     stream = overlapped.run([sequence_of(i, [70 + i] * 100, max_tokens=30) for i in range(6)])
     next(stream)
     stream.close()
-    overlapped.pool.check([])
+    check_empty(overlapped)
     again = [sequence_of(0, [99] * 9)]
     expected = alone(plain, sequence_of, again)
     list(overlapped.run(again))

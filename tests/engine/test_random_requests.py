@@ -3,11 +3,9 @@
 `pytest --requests 300 tests/engine/test_random_requests.py` runs so many, on nano as well.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
-from short_engine import LIMITS
+from short_engine import LIMITS, check_empty, few_pages
 
 from deepinfer_jax import LLM, SamplingParams
 from deepinfer_jax.engine.engine import Engine
@@ -19,7 +17,7 @@ from deepinfer_jax.runner.compile import keep_compiled
 from deepinfer_jax.settings import EngineConfig
 from deepinfer_jax.text.output import PlainText
 
-DEFAULT = 60
+DEFAULT = 40
 
 
 class Case:
@@ -36,22 +34,24 @@ class Case:
             length = int(np.exp(rng.uniform(0, np.log(longest))))  # as many short as long ones
             prompt = rng.integers(3, vocab, length)
             if number % 3 == 0:  # a beginning that others have too
-                common = int(rng.integers(0, length + 1))
-                prompt[:common] = stem[:common]
+                prompt = np.concatenate([stem[: int(rng.integers(longest // 2))], prompt])[:longest]
+            # Some grow by several pages, for which none may be left.
+            most = 24 if number % 2 else 300
             params = SamplingParams(
                 temperature=float(rng.choice([0.0, 0.7, 1.0])),
                 top_p=float(rng.choice([1.0, 0.9])),
-                max_tokens=int(rng.integers(1, 24)),
+                max_tokens=int(rng.integers(1, most)),
                 ignore_eos=True,
             )
             self.requests.append((number, prompt.astype(np.int32), params))
-        self.arrivals = np.sort(rng.integers(0, 12 * count, count)).tolist()
+        self.arrivals = np.sort(rng.integers(0, 5 * count, count)).tolist()
         self.aborts = {int(n): int(rng.integers(1, 60)) for n in rng.permutation(count)[::15]}
 
     def engine(self, **options):
         net = self.llm.assembled
-        limits = dataclasses.replace(self.limits, **options.pop("limits", {}))
-        return Engine(net.network, net.params, net.mesh, limits=limits, kept=self.kept, **options)
+        return Engine(
+            net.network, net.params, net.mesh, limits=self.limits, kept=self.kept, **options
+        )
 
     def sequence(self, number, prompt, params):
         text = PlainText(self.llm.tokenizer, ())
@@ -82,7 +82,7 @@ class Case:
                     engine.abort(numbers[n])
             engine.step()
             step += 1
-        engine.pool.check([])
+        check_empty(engine)
         return made
 
 
@@ -91,13 +91,12 @@ def case(request, compiled):
     asked = request.config.getoption("--requests")
     if request.param == "short":
         llm = request.getfixturevalue("llm")
-        limits, count = LIMITS, asked or DEFAULT
-        return Case(llm, limits, keep_compiled(compiled), 128, count, 1000)
+        return Case(llm, LIMITS, keep_compiled(compiled), 128, asked or DEFAULT, 600)
     if asked is None:
         pytest.skip("many requests on nano take minutes: pass --requests N")
     llm = LLM("nano")
     sizes = EngineConfig(max_num_seqs=16, max_num_batched_tokens=512)
-    limits = limits_of(sizes, llm.config, 3072)
+    limits = limits_of(sizes, llm.config, 3328)
     return Case(llm, limits, keep_compiled(compiled), 1280, asked, 3000)
 
 
@@ -107,23 +106,22 @@ def expected(case):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "reuses", "pages", "host_pages"),
+    ("overlap", "reuses", "few", "host_pages"),
     [
-        (False, False, None, 0),
-        (True, False, None, 0),
-        (True, True, 1.25, 0),
-        (True, True, 1.25, 4),
+        (False, False, False, 0),
+        (True, False, False, 0),
+        (True, True, True, 0),
+        (True, True, True, 4),
     ],
     ids=["plain", "overlapped", "reusing prefixes in few pages", "with pages on the host"],
 )
 def test_every_loop_writes_what_static_batches_write(
-    case, expected, overlap, reuses, pages, host_pages
+    case, expected, overlap, reuses, few, host_pages
 ):
-    limits = {}
-    if pages is not None:
-        limits["pages"] = 1 + int(pages * pages_of(case.longest + 24))
     reuse = case.reuse if reuses else None
-    engine = case.engine(overlap=overlap, reuse=reuse, host_pages=host_pages, limits=limits)
+    engine = case.engine(overlap=overlap, reuse=reuse, host_pages=host_pages)
+    if few:  # just enough for the longest
+        few_pages(engine, pages_of(case.longest + 300))
     made = case.arriving(engine)
     for sequence, tokens in zip(made, expected, strict=True):
         if sequence.finish_reason == "abort":

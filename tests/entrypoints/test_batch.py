@@ -99,7 +99,7 @@ def test_prompts_that_were_cut_are_counted_in_summary_record_and_results(
     words = ("batch", str(source), "-o", str(out), "--truncate", "left")
     code, said, _ = deepinfer(*words)
     assert (code, opened[0].arguments["truncate"]) == (0, "left")
-    assert "stop 5, 2 with truncated prompts, 0:00:0" in said
+    assert "stop 5, 2 with truncated prompts, 0:00" in said
     cut = {r["custom_id"]: r["deepinfer"]["truncated_tokens"] for r in results(out)}
     assert cut == {"r0": 0, "r1": 4, "r2": 0, "r3": 4, "r4": 0}
     # A second run answers nothing, and its record counts what the first one left.

@@ -73,6 +73,7 @@ def test_the_record_holds_every_repeat_and_what_a_figure_means_nothing_without(b
     assert (code, err) == (0, "")
     assert report["context"] == {
         "prompt_tokens": [4, 6],
+        "spread": "even",
         "output_tokens": [2, 2],
         "longest": 8,
         "max_model_len": 1024,
