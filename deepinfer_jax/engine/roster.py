@@ -101,7 +101,7 @@ class Roster:
         self._forks: dict[int, int] = {}  # sequence -> slot of its leader
         self._keys: dict[int, list[bytes]] = {}
         self._published = np.zeros(limits.slots, np.int64)  # full pages that were offered
-        self._provenance = {} if reuse is None else dict.fromkeys(range(limits.slots), Provenance())
+        self._provenance: dict[int, Provenance] = {}  # sequence -> of the pages it writes
 
     # --- the queue ---------------------------------------------------------------------------
 
@@ -152,9 +152,8 @@ class Roster:
         self._release_led(over)
         free = int(np.count_nonzero(self.running.request < 0))
         line = self._line(now) if free else []
-        if self._reuse is not None:
-            for number in line[:free]:
-                self._look_up(number)
+        for place, number in enumerate(line):
+            self._look_up(number, next_in_line=place < free)
         records = [self._waiting[n] for n in line]
         records += [self._waiting[n] for n in over if n in self._waiting and n not in set(line)]
         return View(
@@ -183,13 +182,19 @@ class Roster:
             self._order.popleft()
         return list(islice((n for n in self._order if n in self._waiting), _IN_SIGHT))
 
-    def _look_up(self, number: int) -> None:
-        """Note what is published of a waiting sequence's prefix."""
-        w, reuse = self._waiting[number], self._reuse
-        sequence, limits = self.sequences[number], self._limits
-        assert reuse is not None
-        if w.swapped or w.fork:
+    def _look_up(self, number: int, *, next_in_line: bool) -> None:
+        """Note what is published of a waiting sequence's prefix, when it may be admitted now.
+
+        What was noted for an earlier plan is forgotten: those pages may be others' by now.
+        """
+        w, reuse, limits = self._waiting[number], self._reuse, self._limits
+        if reuse is None or w.swapped or w.fork:
             return
+        if not next_in_line:
+            if w.pages:
+                self._waiting[number] = replace(w, pages=(), idle=0)
+            return
+        sequence = self.sequences[number]
         keys = self._grown_keys(number, min(sequence.length, sequence.reusable))
         found = self.pool.find(keys, reuse.accepts)[: limits.hit_pages]
         pages = tuple(found[: hit(len(found), w.prompt, w.replay, limits.page)[0] // limits.page])
@@ -293,7 +298,7 @@ class Roster:
             for place in range(begin, pages):
                 parent = keys[place - 1] if place else self._reuse.root
                 page = self.tables[slot][place]
-                self.pool.publish(page, keys[place], parent, self._provenance[slot])
+                self.pool.publish(page, keys[place], parent, self._provenance[number])
             self._published[slot] = pages
 
     def end(self, number: int) -> None:
@@ -313,11 +318,13 @@ class Roster:
                 sequence.cached = start
             self._meter.cached_tokens += start
         self._published[slot] = held
-        if self._reuse is not None:
+        if self._reuse is not None and number not in self.swapped:
             leader = self._forks.get(number)
-            read = [] if w.fork else self.pool.provenance(w.pages[:held])
-            made = self._reuse.written_after(read) if leader is None else self._provenance[leader]
-            self._provenance[slot] = made
+            if leader is None:
+                made = self._reuse.written_after(self.pool.provenance(w.pages[:held]))
+            else:
+                made = self._provenance[int(self.running.request[leader])]
+            self._provenance[number] = made
         p = sequence.params
         self.prompts[slot] = sequence.tokens
         d.temperature[slot], d.top_p[slot], d.top_k[slot] = p.temperature, p.top_p, p.top_k
@@ -335,5 +342,6 @@ class Roster:
         self._waiting.pop(number, None)
         self.swapped.pop(number, None)
         self._keys.pop(number, None)
+        self._provenance.pop(number, None)
         self._forks.pop(number, None)
         return self.sequences.pop(number)
