@@ -21,7 +21,6 @@ from deepinfer_jax.engine.programs import Compiled
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.engine_settings import check_replay, make_engine
 from deepinfer_jax.errors import RequestError
-from deepinfer_jax.model.flops import skipped_flops
 from deepinfer_jax.model_source import located, open_tokenizer
 from deepinfer_jax.ops.device import devices, free_bytes
 from deepinfer_jax.protocol.ask import Ask
@@ -117,11 +116,6 @@ class LLM:
     def meter(self) -> Meter:
         """Counts and seconds since the model was loaded."""
         return self._engine.meter
-
-    @property
-    def skipped_flops(self) -> int:
-        """Operations on weights that bounded replay of the decoder has left out."""
-        return skipped_flops(self.config, self.meter.skipped_rows)
 
     @property
     def max_model_len(self) -> int:

@@ -31,6 +31,7 @@ from deepinfer_jax.engine.scores import scored_parts, take_scores
 from deepinfer_jax.engine.sequence import Sequence, not_finite
 from deepinfer_jax.engine.transfer import Transfer
 from deepinfer_jax.errors import DeepInferError, MemoryPlanError, RequestError
+from deepinfer_jax.model.flops import skipped_flops
 from deepinfer_jax.runner.compile import replicated
 from deepinfer_jax.runner.layout import ProgramKey
 from deepinfer_jax.runner.record import Recorder, StepRecord, replayed
@@ -115,6 +116,7 @@ class Engine:
         )
         self._buckets = plan_buckets(limits, keep if options.truncate == "compact" else 0)
         self._wide = limits.slots + 1
+        self._row_flops = skipped_flops(network.config, 1)
         self._busy = False
 
     def _restart(self) -> Any:
@@ -333,8 +335,9 @@ class Engine:
         self._meter.steps += 1
         self._meter.prompt_tokens += int(plan.count[plan.prefill].sum())
         if bucket.decoder_rows < bucket.rows:
-            kept = np.clip(plan.running.keep_from[plan.slot] - plan.start, 0, plan.count)
-            self._meter.skipped_rows += int(kept.sum())
+            skipped = np.clip(plan.running.keep_from[plan.slot] - plan.start, 0, plan.count)
+            self._meter.skipped_rows += int(skipped.sum())
+            self._meter.skipped_flops += int(skipped.sum()) * self._row_flops
         self._flights.append(_Flight(plan, drawing, scoring, out))
 
     def _forced(self, plan: Plan, drawing: list[tuple[int, int]]) -> np.ndarray | None:

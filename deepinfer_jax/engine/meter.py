@@ -12,6 +12,7 @@ class Meter:
         prompt_tokens, output_tokens: counts; a prompt that is run again counts again.
         cached_tokens: prompt tokens that were not run, because an earlier sequence had.
         skipped_rows: prompt rows that the decoder's layers left out (bounded replay).
+        skipped_flops: operations on weights that these rows would have taken.
         steps: launched.
         prefill_s, decode_s: seconds of steps with and without prompt rows, from one collection to
             the next; compiling is not part of them.
@@ -24,6 +25,7 @@ class Meter:
     output_tokens: int = 0
     cached_tokens: int = 0
     skipped_rows: int = 0
+    skipped_flops: int = 0
     steps: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -47,8 +49,8 @@ class Snapshot:
     """The engine between two steps.
 
     Attributes:
-        steps, prompt_tokens, output_tokens, cached_tokens, preempted, wait_s, compile_s: as in
-            `Meter`, since the model was loaded.
+        steps, prompt_tokens, output_tokens, cached_tokens, skipped_rows, skipped_flops, preempted,
+            wait_s, compile_s: as in `Meter`, since the model was loaded.
         step_s: seconds of all steps; what is not waiting in them is the host's.
         running, waiting: sequences.
         pages_used: pages that somebody holds or a launched step may still touch.
@@ -66,6 +68,8 @@ class Snapshot:
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    skipped_rows: int
+    skipped_flops: int
     preempted: int
     step_s: float
     wait_s: float
@@ -95,6 +99,8 @@ def snapshot(
         prompt_tokens=meter.prompt_tokens,
         output_tokens=meter.output_tokens,
         cached_tokens=meter.cached_tokens,
+        skipped_rows=meter.skipped_rows,
+        skipped_flops=meter.skipped_flops,
         preempted=meter.preempted,
         step_s=meter.prefill_s + meter.decode_s,
         wait_s=meter.wait_s,
@@ -132,6 +138,8 @@ def figures(start: Snapshot, before: Snapshot, now: Snapshot, seconds: float) ->
         "prompt_tokens": now.prompt_tokens - start.prompt_tokens,
         "output_tokens": now.output_tokens - start.output_tokens,
         "cached_tokens": now.cached_tokens - start.cached_tokens,
+        "skipped_rows": now.skipped_rows - start.skipped_rows,
+        "skipped_flops": now.skipped_flops - start.skipped_flops,
         "prompt_tokens_per_s": _ratio(prompt, seconds, 1),
         "output_tokens_per_s": _ratio(output, seconds, 1),
         "wait_share": _ratio(waited, spent, 4),

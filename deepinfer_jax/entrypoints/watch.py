@@ -99,6 +99,17 @@ class Watch:
             self._phase, ", ".join(parts), done=ended, total=r.total, before=self._already
         )
 
+    def close(self) -> None:
+        """Say what bounded replay of the decoder has saved, if anything."""
+        now = self._engine.snapshot
+        rows = now.skipped_rows - self._start.skipped_rows
+        if self._live is not None and rows:
+            flops = now.skipped_flops - self._start.skipped_flops
+            self._live.note(
+                f"{rows:,} prompt tokens left out the decoder's layers: {flops:.3g} operations "
+                "on weights saved"
+            )
+
 
 @contextmanager
 def watching(
@@ -128,3 +139,4 @@ def watching(
         finally:
             if file is not None:
                 watch.write()
+            watch.close()

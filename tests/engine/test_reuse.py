@@ -5,6 +5,7 @@ import pytest
 from short_engine import alone, check_empty, drive, few_pages
 
 from deepinfer_jax.engine.prefix import Reuse, root_key
+from deepinfer_jax.model.flops import skipped_flops
 from deepinfer_jax.runner.step import StepOptions
 
 EXACT = Reuse("exact", 128, root_key(b"test", b""))  # 128 >= 16 + 4 * 15: five layers, window 16
@@ -106,7 +107,9 @@ def test_a_sequence_that_waits_on_the_host_can_be_aborted(engine_of, plain, sequ
     assert sequences[2].output == expected[2][: len(sequences[2].output)]
 
 
-def test_bounded_replay_of_the_decoder_hides_or_leaves_out_the_same_rows(engine_of, sequence_of):
+def test_bounded_replay_of_the_decoder_hides_or_leaves_out_the_same_rows(
+    llm, engine_of, sequence_of
+):
     # One slot, so that few programs are compiled; a smaller bucket leaves no row out.
     keep, sizes = 22, {"slots": 1, "rows": 32}
     mask = engine_of(options=StepOptions(truncate="mask"), keep=keep, limits=sizes)
@@ -118,5 +121,7 @@ def test_bounded_replay_of_the_decoder_hides_or_leaves_out_the_same_rows(engine_
         drive(engine, [(0, s) for s in sequences])
         made.append([s.output for s in sequences])
     assert made[0] == made[1]
-    assert compact.meter.skipped_rows == sum(map(len, prompts)) - 3 * keep
+    rows = sum(map(len, prompts)) - 3 * keep
+    assert compact.meter.skipped_rows == rows
+    assert compact.meter.skipped_flops == skipped_flops(llm.config, rows) > 0
     assert mask.meter.skipped_rows == 0

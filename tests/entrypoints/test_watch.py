@@ -114,3 +114,18 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
     with pytest.raises(ConfigError), watching(engine, Requests(1), phase="x", metrics=tmp_path):
         pytest.fail("it runs")
     assert engine.callback is None
+
+
+def test_what_bounded_replay_saved_is_said_at_the_end_and_only_then(clock):
+    engine, notes = Engine(), []
+    live = Live(quiet=True)
+    live.note = notes.append  # type: ignore[method-assign]
+    with watching(engine, Requests(1), phase="answering", live=live):
+        engine.step(skipped_rows=1500, skipped_flops=2_500_000_000)
+        assert notes == []
+    assert notes == [
+        "1,500 prompt tokens left out the decoder's layers: 2.5e+09 operations on weights saved"
+    ]
+    with watching(engine, Requests(1), phase="answering", live=live):
+        engine.step()
+    assert len(notes) == 1
