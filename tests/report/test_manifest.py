@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_jax import env as environment
-from deepinfer_jax import llm, settings
+from deepinfer_jax import model_source, settings
 from deepinfer_jax.checkpoint.hub import ResolvedModel
 from deepinfer_jax.ops.device import Device
 from deepinfer_jax.ops.table import select
@@ -73,7 +73,7 @@ def test_the_commit_of_a_downloaded_model_is_known(monkeypatch):
         named.append((name, local_dir_override))
         return found
 
-    monkeypatch.setattr(llm, "resolve_model", resolve)
-    placed, folder, commit = llm._located(asked, environment.read({}))
+    monkeypatch.setattr(model_source, "resolve_model", resolve)
+    placed, folder, commit = model_source.located(asked, environment.read({}))
     assert named == [("owner/name@main", None)]
     assert (placed.engine.model, folder, commit) == ("/cache/name", found.path, "1" * 40)
