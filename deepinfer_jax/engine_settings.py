@@ -15,6 +15,7 @@ from deepinfer_jax.engine.programs import Report
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.cache import BACKTRACK, PAGE, pages_of
 from deepinfer_jax.model.transformer import decoder_start
+from deepinfer_jax.report.plan import MemoryPlan, page_updates
 from deepinfer_jax.runner.step import StepOptions
 from deepinfer_jax.settings import EngineConfig
 
@@ -55,17 +56,16 @@ def check_replay(asked: EngineConfig, config: ModelConfig) -> None:
         )
 
 
-def limits_of(asked: EngineConfig, config: ModelConfig, positions: int) -> Limits:
-    """The engine's sizes for sequences of at most `positions` tokens."""
-    slots, longest = asked.max_num_seqs, pages_of(positions)
+def limits_of(plan: MemoryPlan, config: ModelConfig) -> Limits:
+    """The engine's sizes: those that were planned."""
     back = config.engram_max_ngram_size - 1
     return Limits(
-        slots=slots,
-        rows=max(asked.max_num_batched_tokens, slots + 1),
-        pages=1 + slots * longest if asked.pages is None else 1 + asked.pages,
-        max_model_len=positions,
-        table_pages=longest,
-        updates=slots + 1 + longest,
+        slots=plan.slots,
+        rows=plan.rows,
+        pages=1 + plan.pages,
+        max_model_len=plan.positions,
+        table_pages=pages_of(plan.positions),
+        updates=page_updates(plan.slots, plan.positions),
         look_back=back + back % 2,
     )
 
@@ -112,7 +112,7 @@ def make_engine(
         net.network,
         net.params,
         net.mesh,
-        limits=limits_of(asked, net.network.config, net.positions),
+        limits=limits_of(net.plan, net.network.config),
         options=StepOptions(
             draw=cast(Any, asked.sampler),
             logprobs=cast(Any, asked.logprobs_mode),

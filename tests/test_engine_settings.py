@@ -4,6 +4,7 @@ import pytest
 
 from deepinfer_jax.engine_settings import check_replay, limits_of
 from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.report.plan import MemoryPlan
 from deepinfer_jax.settings import EngineConfig, load
 
 
@@ -44,6 +45,11 @@ def test_a_decoder_with_engram_memory_cannot_leave_rows_out():
         check_replay(asked(), late)
 
 
-def test_a_step_always_holds_every_sequence_and_a_prompt_row(flash):
-    limits = limits_of(EngineConfig(max_num_seqs=64, max_num_batched_tokens=16), flash, 4096)
-    assert (limits.rows, limits.look_back, limits.pages) == (65, 4, 1 + 64 * 32)
+def test_the_engine_has_the_sizes_that_were_planned(flash):
+    parts = ("weights", "engram_tables", "windows", "entries", "index_keys", "slot_state", "step")
+    plan = MemoryPlan(**dict.fromkeys(parts, 0), slots=64, positions=4096, rows=65, pages=2048)
+    limits = limits_of(plan, flash)
+    assert (limits.slots, limits.rows, limits.pages) == (64, 65, 1 + 2048)
+    assert (limits.max_model_len, limits.table_pages) == (4096, 32)
+    # A step of one row a slot can also send a whole table; four ids lead a replay.
+    assert (limits.updates, limits.look_back) == (64 + 1 + 32, 4)

@@ -72,7 +72,7 @@ def rows(
     round_scores: bool = False,
     decode: Decode = numbers,
 ) -> jax.Array:
-    """One row at a time, so a row never depends on its neighbours and no key is copied twice."""
+    """One row at a time, so that no key is copied twice."""
 
     def one(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, w, slot, visible = row

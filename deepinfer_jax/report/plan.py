@@ -174,6 +174,11 @@ def memory_plan(
     )
 
 
+def page_updates(slots: int, positions: int) -> int:
+    """Page-table entries that one step can send: one for each slot, and a whole table besides."""
+    return slots + 1 + pages_of(positions)
+
+
 def out_of_memory(error: BaseException, plan: MemoryPlan) -> MemoryPlanError | None:
     """The refusal that stands for an allocation that failed in spite of the plan, or None.
 
@@ -213,7 +218,7 @@ def told(plan: MemoryPlan) -> str:
 def _input(net: Network, engine: EngineConfig, rows: int, positions: int) -> int:
     """Bytes of a step's plan, and of Engram rows that the host looks up."""
     c, slots = net.config, engine.max_num_seqs
-    bucket = Bucket(rows, rows, slots, slots + 1 + pages_of(positions))
+    bucket = Bucket(rows, rows, slots, page_updates(slots, positions))
     size = (bucket.ints + 2 * slots) * _F32.itemsize
     if engine.engram != "device":
         width = c.engram_columns * c.engram_head_dim

@@ -14,7 +14,6 @@ from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine_settings import limits_of
 from deepinfer_jax.model.cache import pages_of
 from deepinfer_jax.runner.compile import keep_compiled
-from deepinfer_jax.settings import EngineConfig
 from deepinfer_jax.text.output import PlainText
 
 DEFAULT = 40
@@ -95,8 +94,7 @@ def case(request, compiled):
     if asked is None:
         pytest.skip("many requests on nano take minutes: pass --requests N")
     llm = LLM("nano")
-    sizes = EngineConfig(max_num_seqs=16, max_num_batched_tokens=512)
-    limits = limits_of(sizes, llm.config, 3328)
+    limits = limits_of(llm.plan(), llm.config)
     return Case(llm, limits, keep_compiled(compiled), 1280, asked, 3000)
 
 
