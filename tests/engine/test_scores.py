@@ -4,19 +4,17 @@ import dataclasses
 
 import numpy as np
 import pytest
-from short_llm import LIMIT, letters, open_llm, write_short_model
+from short_engine import LIMITS
+from short_llm import letters, open_llm, write_short_model
 
 from deepinfer_jax import RequestOutput, SamplingParams
 from deepinfer_jax.engine.engine import Engine
-from deepinfer_jax.engine.plan import Limits
 from deepinfer_jax.engine.sequence import PromptLogprobs, Sequence
 from deepinfer_jax.errors import RequestError
-from deepinfer_jax.model.cache import pages_of
 from deepinfer_jax.runner.step import StepOptions
 from deepinfer_jax.text.output import PlainText
 from deepinfer_jax.text.spellings import BOS
 
-SLOTS, TABLE = 4, pages_of(LIMIT)
 # Of one chunk, of several, and of one token; no chunk is so short that it has a program of its own.
 IDS = np.random.default_rng(3).integers(3, 250, 150).tolist()
 PROMPTS = [IDS, IDS[:40], IDS[60:130], IDS[5:90], IDS[:64], IDS[100:]]
@@ -121,16 +119,8 @@ def test_a_sequence_that_gives_up_its_pages_keeps_its_scores(llm, sequence_of, r
 
 
 def test_bounded_replay_leaves_scored_prompts_whole(llm, sequence_of):
-    limits = Limits(
-        slots=SLOTS,
-        rows=64,
-        pages=1 + SLOTS * TABLE,
-        max_model_len=LIMIT,
-        table_pages=TABLE,
-        updates=SLOTS + 1 + TABLE,
-    )
     net, truncated = llm.assembled, StepOptions(truncate="compact")
-    engine = Engine(net.network, net.params, net.mesh, limits=limits, options=truncated, keep=8)
+    engine = Engine(net.network, net.params, net.mesh, limits=LIMITS, options=truncated, keep=8)
     engine.add(sequence_of(IDS[:40], prompt_logprobs=0))
     engine.add(sequence_of(IDS[:40]))
     waiting = engine._roster.view(1, 0).waiting
