@@ -77,7 +77,7 @@ def score_rows(
         known = target >= 0
         at = jnp.maximum(target, 0)
         logprob = jnp.take_along_axis(table, at[:, None], -1)[:, 0]
-        ids, values = _top(table, top)
+        ids, values = sampler.top_logprobs(table, top)
         return PromptScores(
             logprob=jnp.where(known, logprob, 0),
             greedy=known & (jnp.argmax(logits, -1).astype(jnp.int32) == target),
@@ -108,10 +108,3 @@ def by_row(scores: PromptScores, index: jax.Array, rows: int) -> PromptScores:
     return jax.tree.map(
         lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype).at[index].set(x, mode="drop"), scores
     )
-
-
-def _top(table: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    if count == 0:
-        n = table.shape[0]
-        return jnp.zeros((n, 0), jnp.int32), jnp.zeros((n, 0), jnp.float32)
-    return sampler.top_logprobs(table, count)

@@ -138,9 +138,6 @@ def _scores(
 def _top(
     logits: jax.Array, draw: RowParams, allowed: jax.Array, options: StepOptions
 ) -> tuple[jax.Array, jax.Array]:
-    if options.top == 0:
-        p = logits.shape[0]
-        return jnp.zeros((p, 0), jnp.int32), jnp.zeros((p, 0), jnp.float32)
     if options.logprobs == "raw":
         table = sampler.raw_logprobs(logits)
     else:

@@ -245,11 +245,14 @@ def top_logprobs(logprobs: jax.Array, count: int) -> tuple[jax.Array, jax.Array]
 
     Args:
         logprobs: float32 [n, v], raw or processed.
-        count: how many, at most v.
+        count: how many, at most v; of none, nothing is computed.
 
     Returns:
         Token ids int32 [n, count] and their log-probs float32 [n, count].
     """
+    if count == 0:
+        n = logprobs.shape[0]
+        return jnp.zeros((n, 0), jnp.int32), jnp.zeros((n, 0), jnp.float32)
     values, ids = lax.top_k(logprobs, count)
     return ids.astype(jnp.int32), values
 
