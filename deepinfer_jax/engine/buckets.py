@@ -13,13 +13,14 @@ from deepinfer_jax.engine.plan import Limits, Plan
 from deepinfer_jax.runner.layout import STOP_IDS, Bucket, Flag, Part
 
 _SMALLEST_PREFILL = 128
+_FEW = 16
 
 
 def plan_buckets(limits: Limits, keep: int = 0) -> tuple[Bucket, ...]:
     """All buckets, smallest first.
 
-    Rows are 1, 4, 16, ... up to the slots, then powers of two from 128 (or the next beyond the
-    slots) up to a whole step.
+    Rows are 1, 4, 16, 32, 64, ... up to the slots, then powers of two from 128 (or the next beyond
+    the slots) up to a whole step.
 
     Args:
         limits: sizes of the engine.
@@ -28,7 +29,8 @@ def plan_buckets(limits: Limits, keep: int = 0) -> tuple[Bucket, ...]:
     """
     decode = [1]
     while decode[-1] < limits.slots:
-        decode.append(min(4 * decode[-1], limits.slots))
+        grow = 4 if decode[-1] < _FEW else 2  # few rows cost little more than one
+        decode.append(min(grow * decode[-1], limits.slots))
     rows, more = set(decode), _SMALLEST_PREFILL
     while more < limits.rows:
         rows |= {more} if more > limits.slots else set()
