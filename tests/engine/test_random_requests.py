@@ -33,7 +33,9 @@ class Case:
             length = int(np.exp(rng.uniform(0, np.log(longest))))  # as many short as long ones
             prompt = rng.integers(3, vocab, length)
             if number % 3 == 0:  # a beginning that others have too
-                prompt = np.concatenate([stem[: int(rng.integers(longest // 2))], prompt])[:longest]
+                # Long enough that more of it can be taken over than has to be run again.
+                shared = stem[: int(rng.integers(replay, longest) if number % 2 else longest // 3)]
+                prompt = np.concatenate([shared, prompt])[:longest]
             # Some grow by several pages, for which none may be left.
             most = 24 if number % 2 else 300
             params = SamplingParams(
