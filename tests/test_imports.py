@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "skills": {"text"} | BASE,
     "training": {"model", "sampling", "checkpoint", "text", "ops", "skills", "files"} | BASE,
     "bench": {
-        *("llm", "assembly", "engine", "runner", "model", "report", "settings", "ops"),
+        *("llm", "assembly", "engine", "runner", "model", "report", "settings", "ops", "sampling"),
     }
     | ASKED
     | BASE,

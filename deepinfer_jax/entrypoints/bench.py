@@ -7,6 +7,7 @@ repeat inside which one was compiled after all is shown as invalid and counts in
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepinfer_jax.checkpoint.inventory import inventory
-from deepinfer_jax.entrypoints import options
+from deepinfer_jax.entrypoints import options, varlen
 from deepinfer_jax.entrypoints.cli import FAILED
 from deepinfer_jax.entrypoints.engine_options import Model, open_engine
 from deepinfer_jax.entrypoints.progress import Live
@@ -40,6 +41,7 @@ _PER_SLOT = 4  # requests for each sequence that runs, at least
 
 
 def command(
+    context: typer.Context,
     model: Model = None,
     config: options.Config = None,
     overrides: options.Overrides = None,
@@ -89,11 +91,25 @@ def command(
             help="Also run static batches, or without overlap; repeatable.",
         ),
     ] = None,
+    simulate_varlen: Annotated[
+        bool,
+        typer.Option(
+            "--simulate-varlen",
+            help="Measure nothing: simulate variable verification lengths against fixed ones.",
+        ),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg|png", help="Figure of the simulation."),
+    ] = None,
     out: options.OutFile = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
     """Print throughput by number of sequences. Exits with 1 if a figure has no valid repeat."""
+    varlen.check_words(context, simulate_varlen)
+    if simulate_varlen:
+        return varlen.simulated(seed=seed, plot=plot, out=out, as_json=as_json, quiet=quiet)
     ranges = _range("--prompt-tokens", prompt_tokens), _range("--output-tokens", output_tokens)
     lengths = *ranges, _spread(spread)
     sizes = [None] if sequences is None else _sizes(sequences)
