@@ -113,26 +113,34 @@ def tree_sum(values: jax.Array) -> jax.Array:
 
 
 def gumbel_noise(
-    seed: jax.Array, position: jax.Array, vocab_size: int, purpose: Purpose = Purpose.SHARED_DRAW
+    seed: jax.Array,
+    position: jax.Array,
+    vocab_size: int,
+    purpose: Purpose | jax.Array = Purpose.SHARED_DRAW,
+    start: jax.Array | None = None,
 ) -> jax.Array:
     """Standard Gumbel noise, float32 [n, vocab_size], for the tokens of n rows.
 
     The word of a token is Philox4x32-10 with the seed as key and counter (id // 4, purpose,
-    position, 0), output word id mod 4; noise = -log(-log1p(-(word + 1/2) / 2^32)).
+    position, start or 0), output word id mod 4; noise = -log(-log1p(-(word + 1/2) / 2^32)).
 
     Args:
         seed: uint32 [n, 2], low word first.
         position: int32 [n].
         vocab_size: how many tokens.
-        purpose: which of the four independent streams.
+        purpose: which of the four independent streams; one for all, or uint32 [n].
+        start: int32 [n], the first position of the step, for noise that must be fresh in every
+            step even where two steps draw for the same position; None for noise of the position.
     """
     blocks = jnp.arange(-(-vocab_size // 4), dtype=jnp.uint32)[None, :]
     key = (seed[:, 0, None], seed[:, 1, None])
+    streams = jnp.broadcast_to(jnp.asarray(purpose, jnp.uint32), position.shape)
     counter = (
         blocks,
-        jnp.full_like(blocks, np.uint32(purpose)),
+        streams[:, None],
         position.astype(jnp.uint32)[:, None],
-        jnp.zeros_like(blocks),
+        # Positions are below 2^31, so the high half of the position is free for the step.
+        jnp.zeros_like(blocks) if start is None else start.astype(jnp.uint32)[:, None],
     )
     words = jnp.stack(philox4x32(key, counter), axis=-1)
     words = words.reshape(seed.shape[0], -1)[:, :vocab_size]
@@ -258,7 +266,11 @@ def top_logprobs(logprobs: jax.Array, count: int) -> tuple[jax.Array, jax.Array]
 
 
 def draw_token(
-    logprobs: jax.Array, rows: RowParams, *, purpose: Purpose = Purpose.SHARED_DRAW
+    logprobs: jax.Array,
+    rows: RowParams,
+    *,
+    purpose: Purpose | jax.Array = Purpose.SHARED_DRAW,
+    start: jax.Array | None = None,
 ) -> jax.Array:
     """The argmax of log-prob plus Gumbel noise, lowest id on ties, int32 [n].
 
@@ -266,13 +278,14 @@ def draw_token(
         logprobs: float32 [n, v] of a distribution that is already processed; it need not be
             normalised, but some token of every row must be finite.
         rows: of which only temperature, seed and position are read.
-        purpose: which stream of random words.
+        purpose: which stream of random words, as in `gumbel_noise`.
+        start: the first position of the step, or None, as in `gumbel_noise`.
     """
     # On a greedy row only the argmax is finite, so noise cannot move it; a batch of greedy rows
     # does without noise.
     noise = lax.cond(
         jnp.any(rows.temperature != _ZERO),
-        lambda: gumbel_noise(rows.seed, rows.position, logprobs.shape[-1], purpose),
+        lambda: gumbel_noise(rows.seed, rows.position, logprobs.shape[-1], purpose, start),
         lambda: jnp.zeros_like(logprobs),
     )
     return jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
