@@ -11,7 +11,7 @@ from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.cache import Rows, SourceCache
 from deepinfer_jax.model.indexer import Selection, select
 from deepinfer_jax.model.layers import rms_norm, rotate
-from deepinfer_jax.model.params import Layer
+from deepinfer_jax.model.params import Attention, Layer
 from deepinfer_jax.ops.packed import expand
 from deepinfer_jax.ops.quant import Decode
 from deepinfer_jax.ops.sparse_mla import Keys
@@ -108,6 +108,60 @@ def entry_keys(
     )
 
 
+def queries(
+    x: jax.Array,
+    angles: jax.Array,
+    params: Attention,
+    *,
+    config: ModelConfig,
+    arithmetic: Arithmetic,
+    ops: Ops,
+) -> tuple[jax.Array, jax.Array]:
+    """Low-rank queries [n, q rank] and rotated heads [n, h, k] of x [n, d], row by row."""
+    quantize = arithmetic.quantize_inputs
+    rank = ops.linear(x, params.wq_a, quantize=quantize)
+    rank = rms_norm(rank, params.q_norm, config.rms_norm_eps)
+    heads = ops.linear(rank, params.wq_b, quantize=quantize)
+    heads = heads.reshape(x.shape[0], config.num_attention_heads, config.head_dim)
+    return rank, rotate(heads, angles)
+
+
+def own_keys(
+    x: jax.Array,
+    angles: jax.Array,
+    params: Attention,
+    *,
+    config: ModelConfig,
+    arithmetic: Arithmetic,
+    ops: Ops,
+) -> jax.Array:
+    """Window keys [n, stored k] of x [n, d], row by row, as a ring holds them."""
+    kv = ops.linear(x, params.wkv, quantize=arithmetic.quantize_inputs)
+    kv = rms_norm(kv, params.kv_norm, config.rms_norm_eps)
+    return arithmetic.caches.window.encode(rotate(kv, angles))
+
+
+def project(
+    heads: jax.Array,
+    angles: jax.Array,
+    params: Attention,
+    *,
+    config: ModelConfig,
+    arithmetic: Arithmetic,
+    ops: Ops,
+) -> tuple[jax.Array, jax.Array]:
+    """Heads [n, h, k] rotated back, and the block's output [n, d], row by row."""
+    n, dtype = heads.shape[0], heads.dtype
+    heads = rotate(heads, angles, inverse=True)
+    grouped = heads.reshape(n, config.o_groups, -1)
+    wo_a = expand(params.wo_a, dtype).reshape(config.o_groups, config.o_lora_rank, -1)
+    low = jnp.einsum(
+        "ngi,gri->ngr", grouped, wo_a, precision="highest", preferred_element_type=jnp.float32
+    )
+    low = low.astype(dtype).reshape(n, -1)
+    return heads, ops.linear(low, params.wo_b, quantize=arithmetic.quantize_inputs)
+
+
 def attention(
     x: jax.Array,
     params: Layer,
@@ -131,24 +185,14 @@ def attention(
         rope: float32 [positions, 2, rope/2], this kind of layer's table.
         whole: all rows of the step, when x is a part of them and all leave window keys.
     """
-    p, eps, quantize = params.attn, config.rms_norm_eps, arithmetic.quantize_inputs
-    caches = arithmetic.caches
-    angles = rope[rows.position]
-
-    def queries(x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q_rank = rms_norm(ops.linear(x, p.wq_a, quantize=quantize), p.q_norm, eps)
-        q = ops.linear(q_rank, p.wq_b, quantize=quantize)
-        heads = q.reshape(x.shape[0], config.num_attention_heads, config.head_dim)
-        return q_rank, rotate(heads, angles)
-
-    def keys(x: jax.Array, angles: jax.Array) -> jax.Array:
-        kv = rms_norm(ops.linear(x, p.wkv, quantize=quantize), p.kv_norm, eps)
-        return caches.window.encode(rotate(kv, angles))
-
-    q_rank, q = ops.rowwise(lambda part: queries(*part), (x, angles), rows.used)
+    p, caches, angles = params.attn, arithmetic.caches, rope[rows.position]
+    common = {"config": config, "arithmetic": arithmetic, "ops": ops}
+    q_rank, q = ops.rowwise(lambda part: queries(*part, params=p, **common), (x, angles), rows.used)
     near = (x, rows) if whole is None else (whole.x, whole.rows)
     near_angles = rope[near[1].position]
-    kv = ops.rowwise(lambda part: keys(*part), (near[0], near_angles), near[1].used)
+    kv = ops.rowwise(
+        lambda part: own_keys(*part, params=p, **common), (near[0], near_angles), near[1].used
+    )
 
     selection = None
     if plan.owns_index:
@@ -163,9 +207,7 @@ def attention(
             angles,
             shared.candidates,
             plan=plan,
-            config=config,
-            arithmetic=arithmetic,
-            ops=ops,
+            **common,
         )
         shared = replace(shared, entries=selection.entries, candidates=selection.candidates)
 
@@ -180,17 +222,7 @@ def attention(
         assert shared.source is not None and shared.entries is not None
         entries = entry_keys(shared.source, table, shared.entries, rows, decode=caches.entry.decode)
     heads = ops.sparse_mla(q, window, entries, p.sink, scale=config.head_dim**-0.5)
-
-    def project(heads: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
-        n = heads.shape[0]
-        heads = rotate(heads, angles, inverse=True)
-        grouped = heads.reshape(n, config.o_groups, -1)
-        wo_a = expand(p.wo_a, x.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
-        low = jnp.einsum(
-            "ngi,gri->ngr", grouped, wo_a, precision="highest", preferred_element_type=jnp.float32
-        )
-        low = low.astype(x.dtype).reshape(n, -1)
-        return heads, ops.linear(low, p.wo_b, quantize=quantize)
-
-    heads, out = ops.rowwise(lambda part: project(*part), (heads, angles), rows.used)
+    heads, out = ops.rowwise(
+        lambda part: project(*part, params=p, **common), (heads, angles), rows.used
+    )
     return AttentionOut(out, shared, kv, heads, selection)

@@ -19,6 +19,12 @@ PAGE = 128  # positions of one page; even, so that no group of a compressor stra
 _NOWHERE = jnp.iinfo(jnp.int32).max  # an index that a scatter drops
 
 
+def up_to_last(real: jax.Array) -> jax.Array:
+    """How many of the rows bool [n] there are up to the last real one, int32 []."""
+    count = jnp.arange(1, real.shape[0] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(real, count, 0))
+
+
 @flax.struct.dataclass
 class Rows:
     """The tokens of one step, all int32 [n].
@@ -52,8 +58,7 @@ class Rows:
     @property
     def used(self) -> jax.Array:
         """How many rows there are up to the last that is not padding, int32 []."""
-        count = jnp.arange(1, self.position.shape[0] + 1, dtype=jnp.int32)
-        return jnp.max(jnp.where(self.valid, count, 0))
+        return up_to_last(self.valid)
 
     def back(
         self, steps: jax.Array, index: jax.Array | None = None

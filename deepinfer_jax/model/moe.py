@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.arithmetic import Arithmetic
+from deepinfer_jax.model.cache import up_to_last
 from deepinfer_jax.model.params import Moe
 from deepinfer_jax.ops.experts import expert
 from deepinfer_jax.ops.packed import expand
@@ -25,14 +26,16 @@ class Route:
 def route(x: jax.Array, params: Moe, is_image: jax.Array, config: ModelConfig) -> Route:
     """The k experts of each row x [n, d]; the bias chooses but does not weigh.
 
-    Image rows choose with `bias_vl`; equal scores take the lower expert (model specification,
-    "MoE").
+    Image rows choose with `bias_vl` where there is one; equal scores take the lower expert (model
+    specification, "MoE").
     """
     logits = jnp.einsum(
         "nd,ed->ne", x.astype(jnp.float32), expand(params.gate, jnp.float32), precision="highest"
     )
     scores = jnp.sqrt(jax.nn.softplus(logits / config.gate_temp))
-    bias = jnp.where(is_image[:, None], params.bias_vl, params.bias)
+    bias = params.bias
+    if params.bias_vl is not None:
+        bias = jnp.where(is_image[:, None], params.bias_vl, bias)
     _, ids = jax.lax.top_k(scores + bias, config.num_experts_per_tok)
     gates = jnp.take_along_axis(scores, ids, -1)
     gates = config.routed_scaling_factor * gates / (gates.sum(-1, keepdims=True) + _SUM_EPS)
@@ -43,7 +46,7 @@ def moe(
     x: jax.Array,
     params: Moe,
     is_image: jax.Array,
-    used: jax.Array,
+    real: jax.Array,
     *,
     config: ModelConfig,
     arithmetic: Arithmetic,
@@ -51,7 +54,7 @@ def moe(
 ) -> tuple[jax.Array, Route]:
     """Routed plus shared experts on x [n, d], summed in float32, in x's dtype.
 
-    Rows from `used` int32 [] on are padding, which no routed expert takes.
+    Rows that are not `real` bool [n] are padding, which no routed expert takes.
     """
     common = {
         "linear": ops.linear,
@@ -62,8 +65,7 @@ def moe(
     def own(x: jax.Array, is_image: jax.Array) -> tuple[Route, jax.Array]:
         return route(x, params, is_image, config), expert(x, params.shared, None, **common)
 
-    chosen, shared = ops.rowwise(lambda rows: own(*rows), (x, is_image), used)
-    real = jnp.arange(x.shape[0]) < used
+    chosen, shared = ops.rowwise(lambda rows: own(*rows), (x, is_image), up_to_last(real))
     ids = jnp.where(real[:, None], chosen.ids, config.n_routed_experts)
     routed = ops.experts(x, params.experts, ids, chosen.gates, **common)
     return (routed + shared).astype(x.dtype), chosen

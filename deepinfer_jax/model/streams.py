@@ -19,6 +19,12 @@ class Residual:
     pre: jax.Array
 
 
+def start_streams(embedded: jax.Array, count: int) -> Residual:
+    """The residual that enters the first layer: `count` copies of embeddings [n, d]."""
+    streams = jnp.repeat(embedded[:, None], count, 1)
+    return Residual(streams, jnp.zeros(streams.shape[:2], jnp.float32).at[:, 0].set(1.0))
+
+
 def collapse(residual: Residual) -> jax.Array:
     """The weighted sum of the streams [n, d]: float32 inside, the streams' dtype out."""
     x = jnp.sum(residual.streams.astype(jnp.float32) * residual.pre[..., None], 1)

@@ -17,10 +17,10 @@ from deepinfer_jax.model.attention import AttentionOut, Shared, Whole, attention
 from deepinfer_jax.model.cache import Cache, Rows
 from deepinfer_jax.model.compressor import Compressed, compress
 from deepinfer_jax.model.engram import engram, engram_rows
+from deepinfer_jax.model.feed_forward import feed_forward
 from deepinfer_jax.model.layers import rms_norm
-from deepinfer_jax.model.moe import moe
-from deepinfer_jax.model.params import HyperConnection, Layer, Params
-from deepinfer_jax.model.streams import Residual, collapse, expand_streams, stream_mean
+from deepinfer_jax.model.params import Layer, Params
+from deepinfer_jax.model.streams import Residual, collapse, start_streams
 from deepinfer_jax.ops.packed import expand
 from deepinfer_jax.ops.table import Ops
 
@@ -57,15 +57,6 @@ class ForwardOut:
     taps: jax.Array
     cache: Cache
     trace: Trace
-
-
-def _mixes(
-    streams: jax.Array, params: HyperConnection, net: Network
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    c = net.config
-    return net.ops.mhc(
-        streams, params.fn, params.base, params.scale, iters=c.hc_sinkhorn_iters, eps=c.hc_eps
-    )
 
 
 @flax.struct.dataclass
@@ -230,7 +221,6 @@ def layer(
             shared = shared.kept(kept.index)
             inputs = replace(inputs, is_image=inputs.is_image[kept.index])
         inputs = replace(inputs, rows=kept.rows)
-    used = inputs.rows.used
     with jax.named_scope("attention"):
         attn = attention(
             attn_in,
@@ -245,26 +235,13 @@ def layer(
             **common,
         )
 
-    def between(streams: jax.Array, attn_out: jax.Array) -> tuple[Any, ...]:
-        mean, mixes = stream_mean(streams), _mixes(streams, params.hc_attn, net)
-        pre, post, comb = mixes
-        streams = expand_streams(attn_out, post, comb, streams)
-        ffn_in = rms_norm(collapse(Residual(streams, pre)), params.ffn_norm, eps)
-        return mean, mixes, streams, _mixes(streams, params.hc_ffn, net), ffn_in
-
-    with jax.named_scope("mixes"):
-        parts = ops.rowwise(lambda part: between(*part), (residual.streams, attn.out), used)
-        mean, (pre, post, comb), streams, (next_pre, ffn_post, ffn_comb), ffn_in = parts
-    with jax.named_scope("moe"):
-        ffn_out, chosen = moe(ffn_in, params.moe, inputs.is_image, used, **common)
-        grown = ffn_out, ffn_post, ffn_comb, streams
-        streams = ops.rowwise(lambda part: expand_streams(*part), grown, used)
+    left = feed_forward(
+        residual.streams, attn.out, params, inputs.is_image, inputs.rows.valid, **common
+    )
     if net.traced:
         trace |= _attention_trace(attn, compressed, plan, net.arithmetic)
-        trace |= {"attn_pre": pre, "attn_post": post, "attn_comb": comb, "attn_in": attn_in}
-        trace |= {"route_idx": chosen.ids, "route_w": chosen.gates}
-        trace |= {"ffn_in": ffn_in, "ffn_out": ffn_out, "stream": streams, "pre_next": next_pre}
-    return LayerOut(Residual(streams, next_pre), attn.shared, attn.window_kv, mean, trace)
+        trace |= {"attn_in": attn_in} | left.trace
+    return LayerOut(left.residual, attn.shared, attn.window_kv, left.mean, trace)
 
 
 def _run_layers(
@@ -347,8 +324,6 @@ def forward(
     if config.image_token_id is not None:
         is_image = rows.ids == config.image_token_id
     embedded = params.embed[rows.ids].astype(net.arithmetic.dtype)
-    streams = jnp.repeat(embedded[:, None], config.hc_mult, 1)
-    pre = jnp.zeros(streams.shape[:2], jnp.float32).at[:, 0].set(1.0)
 
     with jax.named_scope("engram_lookup"):
         found, history = engram_rows(rows, params.token_map, cache.history, config)
@@ -370,7 +345,7 @@ def forward(
         params.rope_compressed,
         injected,
     )
-    residual, shared = Residual(streams, pre), Shared()
+    residual, shared = start_streams(embedded, config.hc_mult), Shared()
     first, goes_on = decoder_start(config), rows if kept is None else kept.rows
     sources, taps = list(cache.sources), []
     written: list[tuple[jax.Array, Rows]] = []
@@ -407,7 +382,7 @@ def forward(
     return ForwardOut(
         hidden=hidden,
         taps=jnp.stack(taps) if taps else jnp.zeros((0, *hidden.shape), hidden.dtype),
-        cache=Cache(ring, tuple(sources), history, cache.table),
+        cache=replace(cache, window=ring, sources=tuple(sources), history=history),
         trace=trace,
     )
 
