@@ -141,6 +141,7 @@ def planner_of(
     free: int | None,
     folder: Path | None = None,
     traced: bool = False,
+    drafter: bool = False,
 ) -> Planner:
     """What plans this network's memory on a device, which need not be there.
 
@@ -152,9 +153,11 @@ def planner_of(
         folder: holds the weights, if there are any. Only their headers are read, and only for
             Engram tables that share a CPU's memory.
         traced: the network records its inside (`trace`).
+        drafter: the draft model is held too.
 
     Raises:
-        ConfigError: an Engram table of another size than its hash addresses.
+        ConfigError: an Engram table of another size than its hash addresses. Planning raises it
+            for a drafter that the config does not describe.
         NoKernelError: an op has no kernel for the device.
     """
     _check_engram(config)
@@ -162,7 +165,7 @@ def planner_of(
     if traced and name == "release":
         name = "release_traced"
     ops = select(device, batch_invariant=engine.batch_invariant, overrides=dict(engine.kernels))
-    network = Network(config, arithmetic(name, engine.cache_format), ops, traced)
+    network = Network(config, arithmetic(name, engine.cache_format), ops, traced, drafter)
     # Only a CPU's memory is the host's, where such tables lie.
     shared = engine.engram == "host" and device.kind == "cpu"
     return Planner(network, free, _outside(folder, config) if shared else 0)
@@ -175,6 +178,7 @@ def assemble(
     token_map: np.ndarray,
     *,
     traced: bool = False,
+    drafter: bool = False,
     tokenizer_sha256: str | None = None,
     progress: Progress | None = None,
     available_bytes: int | None = None,
@@ -191,6 +195,7 @@ def assemble(
         engine: how to run it.
         token_map: int32 [vocab], compressed token ids.
         traced: the network records its inside (`trace`).
+        drafter: load the draft model too; a checkpoint without one is refused.
         tokenizer_sha256: of tokenizer.json; refused if the weights name another.
         progress: called with (phase, done bytes, total bytes).
         available_bytes: memory that the device can give; None to leave the check out.
@@ -201,14 +206,22 @@ def assemble(
             does not hold what the arithmetic defines.
     """
     device = Device.of(devices()[0])
-    planner = planner_of(config, engine, device, folder=folder, free=available_bytes, traced=traced)
+    planner = planner_of(
+        config,
+        engine,
+        device,
+        folder=folder,
+        free=available_bytes,
+        traced=traced,
+        drafter=drafter,
+    )
     network, plan = planner.network, planner.fitting(engine)
     dtype = np.dtype(network.arithmetic.dtype)
     loaded = load(
         folder,
         config,
         formats=cast(Formats, engine.weights),
-        drafter=False,
+        drafter=drafter,
         engram=cast(EngramPlace, engine.engram),
         dtype="float32" if dtype == np.float32 else "bfloat16",
         tokenizer_sha256=tokenizer_sha256,
@@ -217,7 +230,8 @@ def assemble(
     mesh = one_device_mesh()
     whole = replicated(mesh)
     tables = engine.engram == "device"
-    total = stored_bytes(param_specs(config, tables=tables), engine.weights, dtype)
+    specs = param_specs(config, tables=tables, drafter=drafter)
+    total = stored_bytes(specs, engine.weights, dtype)
     leaf = _leaf(
         loaded,
         dtype,
@@ -226,7 +240,12 @@ def assemble(
         _teller(total, progress),
     )
     params = build_params(
-        config, leaf, token_map=token_map, positions=plan.positions, tables=tables
+        config,
+        leaf,
+        token_map=token_map,
+        positions=plan.positions,
+        tables=tables,
+        drafter=drafter,
     )
     params = jax.device_put(params, whole)
     loaded.tensors.checkpoint.check_unchanged()

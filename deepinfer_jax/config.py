@@ -77,7 +77,10 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A DeepSeek-V4.1 network; field names are the release's (`text_config` of `config.json`)."""
+    """A DeepSeek-V4.1 network; field names are the release's (`text_config` of `config.json`).
+
+    Experts of a draft stage that the file leaves out or sets to 0 are as many as a layer's.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -125,11 +128,11 @@ class ModelConfig:
     dspark_noise_token_id: int
     dspark_target_layer_ids: tuple[int, ...]
     dspark_markov_rank: int
-    dspark_n_routed_experts: int
-    dspark_num_experts_per_tok: int
     bos_token_id: int
     eos_token_id: int
     pad_token_id: int
+    dspark_n_routed_experts: int = 0
+    dspark_num_experts_per_tok: int = 0
     image_token_id: int | None = None
     gate_temp: float = 1.0
     vision: VisionConfig | None = None
@@ -142,6 +145,13 @@ class ModelConfig:
         for a value of another type or of another network.
         """
         config = config_json.parse(cls, raw, allow_unknown=allow_unknown)
+        if config.num_nextn_predict_layers:
+            config = dataclasses.replace(
+                config,
+                dspark_n_routed_experts=config.dspark_n_routed_experts or config.n_routed_experts,
+                dspark_num_experts_per_tok=config.dspark_num_experts_per_tok
+                or config.num_experts_per_tok,
+            )
         config._check()
         return config
 
@@ -293,6 +303,43 @@ class ModelConfig:
             else:
                 runs.append([plan])
         return tuple(tuple(run) for run in runs)
+
+    @cached_property
+    def stages(self) -> tuple[LayerPlan, ...]:
+        """One plan per draft stage, numbered from 0: layers that see a window and nothing else."""
+        return tuple(
+            LayerPlan(
+                layer=stage,
+                ratio=0,
+                kv_source=None,
+                index_source=None,
+                owns_kv=False,
+                owns_index=False,
+                writes_candidates=False,
+                uses_candidates=False,
+                engram=None,
+                tap=False,
+            )
+            for stage in range(self.num_nextn_predict_layers)
+        )
+
+    def check_drafter(self) -> None:
+        """Raise ConfigError unless the config describes a drafter."""
+        if not self.stages:
+            raise ConfigError(
+                "A drafter was asked for, and num_nextn_predict_layers is 0.",
+                "The config describes a network without draft stages.",
+                "Set the draft length to 0, or use a checkpoint with a drafter.",
+            )
+
+    @cached_property
+    def of_stages(self) -> "ModelConfig":
+        """The numbers of a draft stage: these, with its own experts in place of a layer's."""
+        return dataclasses.replace(
+            self,
+            n_routed_experts=self.dspark_n_routed_experts,
+            num_experts_per_tok=self.dspark_num_experts_per_tok,
+        )
 
     @property
     def engram_columns(self) -> int:

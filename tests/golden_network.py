@@ -9,11 +9,14 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.settings import EngineConfig
 
 
-def golden_network(golden: Path, arithmetic: str, **engine: object) -> Assembled:
+def golden_network(
+    golden: Path, arithmetic: str, *, drafter: bool = False, **engine: object
+) -> Assembled:
     config = ModelConfig.from_file(golden)
     asked = EngineConfig(model=str(golden), arithmetic=arithmetic, **engine)
     token_map = np.load(golden / "engram.npz")["tiny_token_map"]
-    return assemble(golden / "model_release.safetensors", config, asked, token_map, traced=True)
+    file = golden / "model_release.safetensors"
+    return assemble(file, config, asked, token_map, traced=True, drafter=drafter)
 
 
 def load(path: Path) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from deepinfer_jax.checkpoint.safetensors import write_safetensors
 from deepinfer_jax.checkpoint.shards import open_checkpoint
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CheckpointError, ConfigError, MemoryPlanError
+from deepinfer_jax.model.cache import init_cache
 from deepinfer_jax.ops.device import Device
 from deepinfer_jax.report.fit import ALTERNATIVES
 from deepinfer_jax.report.plan import nbytes
@@ -100,6 +101,52 @@ def test_the_drafter_of_a_checkpoint_is_checked_and_not_read(golden, monkeypatch
     file = golden / "model_release.safetensors"
     assemble(file, config, engine, token_map)
     assert read and not [name for name in read if name.startswith(("mtp.", "vision."))]
+
+
+@pytest.mark.parametrize("weights", ["dequantized", "packed"])
+def test_a_drafter_is_read_whole_and_planned(golden, monkeypatch, weights):
+    config, token_map = ModelConfig.from_file(golden), np.load(golden / "engram.npz")
+    read, look_up = set(), Weights.__getitem__
+    monkeypatch.setattr(
+        Weights, "__getitem__", lambda self, name: read.add(name) or look_up(self, name)
+    )
+    engine = EngineConfig(model=str(golden), arithmetic="f32", weights=weights, max_num_seqs=3)
+    file, calls = golden / "model_release.safetensors", []
+    net = assemble(
+        file,
+        config,
+        engine,
+        token_map["tiny_token_map"],
+        drafter=True,
+        progress=lambda *call: calls.append(call),
+    )
+    drafts = {name for name in open_checkpoint(file).tensors if name.startswith("mtp.")}
+    if weights == "dequantized":
+        drafts = {name for name in drafts if not name.endswith(".scale")}
+    # Drafts are text, so no stage routes an image.
+    images = {f"mtp.{stage}.ffn.gate.bias_vl" for stage in range(3)}
+    assert {name for name in read if name.startswith("mtp.")} == drafts - images
+    assert images < drafts
+    assert net.plan.weights == nbytes(net.params) - nbytes(net.params.engram_tables)
+    assert calls[-1][1] == calls[-1][2]
+    cache = init_cache(
+        config, net.network.arithmetic, slots=3, positions=net.positions, drafter=True
+    )
+    assert cache.draft is not None and cache.draft.shape[1:] == cache.window.shape[1:]
+    assert net.plan.windows == nbytes((cache.window, cache.draft))
+    others = net.plan.cache - net.plan.windows
+    assert others == nbytes(init_state(net.network, slots=3, positions=net.positions)) - nbytes(
+        cache.window
+    )
+
+
+def test_a_drafter_that_is_not_there_is_refused(folder, token_map):
+    engine = EngineConfig(arithmetic="f32")
+    with pytest.raises(CheckpointError, match="no mtp"):
+        assemble(folder, CONFIG, engine, token_map, drafter=True)
+    without = dataclasses.replace(CONFIG, num_nextn_predict_layers=0)
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers is 0"):
+        assemble(folder, without, engine, token_map, drafter=True)
 
 
 def test_loading_reports_bytes_up_to_their_total(opened):

@@ -201,7 +201,7 @@ def test_every_required_key_is_missed_by_name(flat):
         "architectures dtype quantization_config hidden_act attention_bias attention_dropout "
         "initializer_range use_cache tie_word_embeddings num_key_value_heads topk_method "
         "scoring_func norm_topk_prob rope_scaling image_token_id candidate_source_layer_id "
-        "model_type"
+        "model_type dspark_n_routed_experts dspark_num_experts_per_tok"
     )
     for key in set(flat) - set(optional.split()):
         message = refusal({k: v for k, v in flat.items() if k != key})
@@ -280,6 +280,7 @@ SIZES = sorted(
     if field.type in ("int", "float", int, float)
     and not field.name.endswith(("_token_id", "_eps"))
     and field.name not in ("num_nextn_predict_layers", "n_shared_experts")
+    and field.default != 0  # where 0 has a meaning
 )
 
 
@@ -317,6 +318,17 @@ def test_sizes_of_nested_tables_and_lists_are_positive_too(flat):
         "hc_eps -1e-06",
     ):
         assert words in message
+
+
+@pytest.mark.parametrize("key", ["n_routed_experts", "num_experts_per_tok"])
+def test_a_draft_stage_has_the_experts_of_a_layer_where_it_has_none_of_its_own(flat, key):
+    own = f"dspark_{key}"
+    assert getattr(ModelConfig.from_dict(flat).of_stages, key) == flat[own] != flat[key]
+    absent = {k: v for k, v in flat.items() if k != own}
+    for raw in (flat | {own: 0}, absent):
+        config = ModelConfig.from_dict(raw)
+        assert getattr(config, own) == getattr(config.of_stages, key) == flat[key]
+    assert f"{own} -1." in refusal(flat | {own: -1})
 
 
 def test_a_network_without_a_drafter_needs_no_sizes_of_one(flat):

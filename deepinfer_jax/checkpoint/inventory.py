@@ -92,12 +92,7 @@ def inventory(config: ModelConfig, *, drafter: bool) -> dict[str, TensorSpec]:
     """
     specs = dict(_backbone(config))
     if drafter:
-        if config.num_nextn_predict_layers == 0:
-            raise ConfigError(
-                "A drafter was asked for, and num_nextn_predict_layers is 0.",
-                "The config describes a network without draft stages.",
-                "Set the draft length to 0, or use a checkpoint with a drafter.",
-            )
+        config.check_drafter()
         specs |= _drafter(config)
     if config.vision is not None:
         specs |= _vision(config)

@@ -129,12 +129,15 @@ class Cache:
         sources: one per kv source, in order; a page has the same number in all of them.
         history: int32 [slots, ring], compressed token ids; -1 for a token of an image span.
         table: int32 [slots, pages of the longest sequence], page numbers; 0 where none is given.
+        draft: [stages, slots, ring, stored k], context keys of the draft stages, as `window` holds
+            a layer's; None without a drafter.
     """
 
     window: jax.Array
     sources: tuple[SourceCache, ...]
     history: jax.Array
     table: jax.Array
+    draft: jax.Array | None = None
 
 
 def pages_of(positions: int) -> int:
@@ -149,11 +152,13 @@ def init_cache(
     slots: int,
     positions: int,
     pages: int | None = None,
+    drafter: bool = False,
 ) -> Cache:
     """Zeroed caches for `slots` sequences of at most `positions` tokens each.
 
     `pages` counts page 0, which belongs to nobody; their owners are written into the table by
-    whoever gives them out. Without it every slot owns the pages it can ever need.
+    whoever gives them out. Without it every slot owns the pages it can ever need. With `drafter`
+    there are rings for the draft stages too.
     """
     k, caches = config.head_dim, arithmetic.caches
     ring, per_slot = config.sliding_window + BACKTRACK, pages_of(positions)
@@ -182,6 +187,7 @@ def init_cache(
         sources=tuple(sources),
         history=jnp.full((slots, config.engram_max_ngram_size - 1 + BACKTRACK), -1, jnp.int32),
         table=jnp.asarray(table),
+        draft=zeros(caches.window, k, len(config.stages), slots, ring) if drafter else None,
     )
 
 

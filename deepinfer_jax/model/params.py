@@ -5,7 +5,7 @@ orientation [out, in]. Leaves are plain arrays or `Packed` (stored formats), by 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.struct
@@ -60,7 +60,10 @@ class Indexer:
 
 @flax.struct.dataclass
 class Moe:
-    """Router, routed experts and the shared expert of one layer."""
+    """Router, routed experts and the shared expert of one layer.
+
+    A draft stage, whose rows are all text, has no `bias_vl`.
+    """
 
     gate: Any
     bias: Any
@@ -94,6 +97,27 @@ class Layer:
 
 
 @flax.struct.dataclass
+class Drafter:
+    """The DSpark draft model; its embedding and head are the network's.
+
+    Attributes:
+        main_proj: [d, taps d]; main_norm [d].
+        stages: one `Layer`, leaves stacked over the stages on axis 0.
+        norm: [d], before the head.
+        markov_embed, markov_head: [v, rank].
+        confidence: [1, d + rank].
+    """
+
+    main_proj: Any
+    main_norm: Any
+    stages: Layer
+    norm: Any
+    markov_embed: Any
+    markov_head: Any
+    confidence: Any
+
+
+@flax.struct.dataclass
 class Params:
     """The whole network.
 
@@ -103,6 +127,7 @@ class Params:
         engram_tables: [rows, width] per Engram layer; empty when rows come from the host.
         token_map: int32 [v], compressed token ids.
         rope_plain, rope_compressed: float32 [positions, 2, rope/2].
+        drafter: the draft model, or None where nothing is drafted.
     """
 
     embed: Any
@@ -113,6 +138,7 @@ class Params:
     token_map: Any
     rope_plain: Any
     rope_compressed: Any
+    drafter: Drafter | None = None
 
 
 @dataclass(frozen=True)
@@ -152,14 +178,15 @@ class ParamSpec:
         ]
 
 
-def layer_specs(c: ModelConfig, run: tuple[LayerPlan, ...]) -> Layer:
-    """Specs of one run of like layers."""
+def layer_specs(c: ModelConfig, run: tuple[LayerPlan, ...], prefix: str = "layers") -> Layer:
+    """Specs of one run of like layers, whose names in a checkpoint begin with `prefix`."""
     plan, ids = run[0], tuple(p.layer for p in run)
     d, k, s = c.hidden_size, c.head_dim, c.hc_mult
     heads, mixes, f = c.num_attention_heads, s * (s + 2), c.moe_intermediate_size
 
     def spec(name: str, shape: tuple[int, ...], axes: str, stored: str = "bf16", **kw: Any) -> Any:
-        return ParamSpec("layers.{l}." + name, shape, tuple(axes.split()), stored, layers=ids, **kw)
+        name = f"{prefix}.{{l}}.{name}"
+        return ParamSpec(name, shape, tuple(axes.split()), stored, layers=ids, **kw)
 
     def hyper(kind: str) -> HyperConnection:
         return HyperConnection(
@@ -232,7 +259,31 @@ def layer_specs(c: ModelConfig, run: tuple[LayerPlan, ...]) -> Layer:
     )
 
 
-def param_specs(c: ModelConfig, *, tables: bool = True) -> Params:
+def drafter_specs(c: ModelConfig) -> Drafter:
+    """Specs of the draft model (draft specification, "Tensors").
+
+    Raises ConfigError when the config describes none.
+    """
+    c.check_drafter()
+    v, d, rank, last = c.vocab_size, c.hidden_size, c.dspark_markov_rank, len(c.stages) - 1
+    taps = len(c.dspark_target_layer_ids)
+    stages = layer_specs(c.of_stages, c.stages, "mtp")
+    return Drafter(
+        main_proj=ParamSpec("mtp.0.main_proj", (d, taps * d), ("model", "tap_model"), "q8"),
+        main_norm=ParamSpec("mtp.0.main_norm", (d,), ("model",)),
+        stages=replace(stages, moe=replace(stages.moe, bias_vl=None)),
+        norm=ParamSpec(f"mtp.{last}.norm", (d,), ("model",)),
+        markov_embed=ParamSpec(
+            f"mtp.{last}.markov_head.embed", (v, rank), ("vocab", "markov_rank")
+        ),
+        markov_head=ParamSpec(f"mtp.{last}.markov_head.head", (v, rank), ("vocab", "markov_rank")),
+        confidence=ParamSpec(
+            f"mtp.{last}.confidence_head.proj", (1, d + rank), ("one", "model_markov_rank")
+        ),
+    )
+
+
+def param_specs(c: ModelConfig, *, tables: bool = True, drafter: bool = False) -> Params:
     """The whole tree of specs; the three derived tables (`token_map`, ropes) are None."""
     v, d = c.vocab_size, c.hidden_size
     return Params(
@@ -254,6 +305,7 @@ def param_specs(c: ModelConfig, *, tables: bool = True) -> Params:
         token_map=None,
         rope_plain=None,
         rope_compressed=None,
+        drafter=drafter_specs(c) if drafter else None,
     )
 
 
@@ -264,9 +316,10 @@ def build_params(
     token_map: Any,
     positions: int,
     tables: bool = True,
+    drafter: bool = False,
 ) -> Params:
     """Fill the tree: `leaf` turns each spec into an array, a `Packed` or an abstract shape."""
-    specs = param_specs(config, tables=tables)
+    specs = param_specs(config, tables=tables, drafter=drafter)
     tree = jax.tree.map(leaf, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     return tree.replace(
         token_map=token_map,

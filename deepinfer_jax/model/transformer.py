@@ -33,12 +33,14 @@ class Network:
 
     Attributes:
         traced: record the arrays named in the golden data, layer by layer.
+        drafter: parameters and caches hold the draft model too.
     """
 
     config: ModelConfig
     arithmetic: Arithmetic
     ops: Ops
     traced: bool = False
+    drafter: bool = False
 
 
 @flax.struct.dataclass

@@ -11,7 +11,7 @@ import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError, MemoryPlanError
-from deepinfer_jax.model.cache import PAGE, pages_of
+from deepinfer_jax.model.cache import PAGE, init_cache, pages_of
 from deepinfer_jax.model.params import ParamSpec, param_specs
 from deepinfer_jax.model.transformer import Network
 from deepinfer_jax.report.temporaries import step_temporaries
@@ -33,7 +33,7 @@ class MemoryPlan:
         weights: parameters without the Engram tables, rotary tables among them.
         engram_tables: tables in the device's memory, which on a CPU is also the host's; 0 when
             they are elsewhere or on disk.
-        windows: window rings of all layers and slots.
+        windows: window rings of all layers and slots, those of the draft stages among them.
         entries, index_keys: the pages, of all kv sources.
         slot_state: raw compressor rows, look-back ids, page tables and lengths.
         step: what the largest step program needs besides: its input and its temporaries. An
@@ -145,9 +145,20 @@ def memory_plan(
     state = jax.eval_shape(
         lambda: init_state(net, slots=slots, positions=positions, pages=1 + pages)
     )
-    windows = nbytes(state.cache.window)
-    entries = sum(nbytes(source.entries) for source in state.cache.sources)
-    index_keys = sum(nbytes(source.index_keys) for source in state.cache.sources)
+    cache = jax.eval_shape(
+        lambda: init_cache(
+            net.config,
+            net.arithmetic,
+            slots=slots,
+            positions=positions,
+            pages=1 + pages,
+            drafter=net.drafter,
+        )
+    )
+    windows = nbytes((cache.window, cache.draft))
+    entries = sum(nbytes(source.entries) for source in cache.sources)
+    index_keys = sum(nbytes(source.index_keys) for source in cache.sources)
+    others = nbytes(cache) - windows - entries - index_keys
     rows = max(engine.max_num_batched_tokens, slots + 1)
     temporaries = step_temporaries(
         net,
@@ -164,7 +175,7 @@ def memory_plan(
         windows=windows,
         entries=entries,
         index_keys=index_keys,
-        slot_state=nbytes(state) - windows - entries - index_keys,
+        slot_state=others + nbytes(state.replace(cache=None)),
         step=temporaries + _input(net, engine, rows, positions),
         slots=slots,
         positions=positions,
@@ -229,7 +240,7 @@ def _input(net: Network, engine: EngineConfig, rows: int, positions: int) -> int
 def _parameters(net: Network, formats: str, tables: bool) -> tuple[int, int]:
     """Bytes of the parameters without rotary tables: (all but Engram tables, Engram tables)."""
     dtype = np.dtype(net.arithmetic.dtype)
-    specs = param_specs(net.config, tables=tables)
+    specs = param_specs(net.config, tables=tables, drafter=net.drafter)
     engram = stored_bytes(specs.engram_tables, formats, dtype)
     token_map = net.config.vocab_size * np.dtype(np.int32).itemsize
     return stored_bytes(specs, formats, dtype) - engram + token_map, engram

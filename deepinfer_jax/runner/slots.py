@@ -22,12 +22,14 @@ class Held:
     """What one slot and some pages hold, without their numbers.
 
     Attributes:
-        window: [layers, ring, k]. raw: a source's raw rows [ring, 2 k], or None.
+        window: [layers, ring, k]. draft: [stages, ring, k], or None. raw: a source's raw rows
+            [ring, 2 k], or None.
         history: int32 [ring]. token, length: int32.
         pages: per source (entries, index keys), [PAGES, ...] each.
     """
 
     window: Any
+    draft: Any
     raw: tuple[Any, ...]
     history: jax.Array
     token: jax.Array
@@ -40,7 +42,8 @@ def take(state: EngineState, slot: jax.Array, pages: jax.Array) -> Held:
     cache = state.cache
     at = jnp.maximum(pages, 0)
     return Held(
-        window=jax.tree.map(lambda x: x[:, slot], cache.window),
+        window=cache.window[:, slot],
+        draft=None if cache.draft is None else cache.draft[:, slot],
         raw=tuple(None if s.raw is None else s.raw[slot] for s in cache.sources),
         history=cache.history[slot],
         token=state.token[slot],
@@ -69,11 +72,16 @@ def put(state: EngineState, held: Held, slot: jax.Array, pages: jax.Array) -> En
             assert source.raw is not None
             raw = source.raw.at[slot].set(raw)
         sources.append(replace(source, entries=entries, index_keys=keys, raw=raw))
-    window = jax.tree.map(lambda x, new: x.at[:, slot].set(new), cache.window, held.window)
+    window, draft = jax.tree.map(
+        lambda x, new: x.at[:, slot].set(new),
+        (cache.window, cache.draft),
+        (held.window, held.draft),
+    )
     return EngineState(
         cache=replace(
             cache,
             window=window,
+            draft=draft,
             sources=tuple(sources),
             history=cache.history.at[slot].set(held.history),
         ),
