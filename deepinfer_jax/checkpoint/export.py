@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer_jax.checkpoint.formats import encode_q4, encode_q8, encode_rows
-from deepinfer_jax.checkpoint.inventory import Spelling, inventory, scale_name
+from deepinfer_jax.checkpoint.inventory import Spelling, TensorSpec, inventory, scale_name
 from deepinfer_jax.checkpoint.safetensors import DTYPES, TOKENIZER_KEY, write_safetensors
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CheckpointError
@@ -26,11 +26,23 @@ def encode(
 ) -> dict[str, np.ndarray]:
     """The stored tensors for float `weights` (one per name of `inventory(config, drafter)`).
 
+    As `encode_tensors`.
+    """
+    return encode_tensors(weights, inventory(config, drafter=drafter), spelling=spelling)
+
+
+def encode_tensors(
+    weights: Mapping[str, np.ndarray],
+    specs: Mapping[str, TensorSpec],
+    *,
+    spelling: Spelling = "release",
+) -> dict[str, np.ndarray]:
+    """The stored tensors for float `weights`, one per name of `specs`.
+
     In the `release` spelling linears, experts and Engram tables are quantized and get scales; in
     the `dequantized` one they are rounded to BF16. Other tensors take the release's own type.
     Raises CheckpointError naming every weight that is missing, unexpected or of another shape.
     """
-    specs = inventory(config, drafter=drafter)
     problems = [f"{n} is missing" for n in sorted(set(specs) - set(weights))]
     problems += [f"{n} is unexpected" for n in sorted(set(weights) - set(specs))]
     problems += [

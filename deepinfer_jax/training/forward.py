@@ -52,6 +52,9 @@ class ForwardResult:
 
     Attributes:
         logits: float32 [b, r, v], from column `decoder_start`.
+        hidden: [b, r, d] in the compute dtype, after the final norm; the head gives the logits.
+        taps: [b, r, taps d] in the compute dtype, what the drafter reads: the mean of the streams
+            that enter each layer of `dspark_target_layer_ids`; None without a drafter.
         index_loss: float32 scalar, a divergence per index source and valid row, summed over rows
             and averaged over sources.
         attention_peak: float32 [layers, heads], largest attention logit.
@@ -61,6 +64,8 @@ class ForwardResult:
     """
 
     logits: jax.Array
+    hidden: jax.Array
+    taps: jax.Array | None
     index_loss: jax.Array
     attention_peak: jax.Array
     index_peak: jax.Array
@@ -113,9 +118,11 @@ def forward(
     hidden = rms_norm(collapse(streams, pre), weights["norm.weight"], config.rms_norm_eps)
     logits = project(hidden, weights["head.weight"], jnp.float32, False)
     run.close_source()
-    sources = max(len(run.selected), 1)
+    sources, r = max(len(run.selected), 1), hidden.shape[1]
     return ForwardResult(
         logits=logits,
+        hidden=hidden,
+        taps=jnp.concatenate([tap[:, -r:] for tap in run.taps], axis=-1) if run.taps else None,
         index_loss=run.index_loss / sources,
         attention_peak=jnp.stack(run.attention_peak),
         index_peak=run.index_peak,
@@ -153,6 +160,7 @@ class _Run:
         self.index_loss = self.index_peak = jnp.zeros((), jnp.float32)
         self.attention_peak: list[jax.Array] = []
         self.load: list[jax.Array] = []
+        self.taps: list[jax.Array] = []
         self.selected: dict[int, Masks] = {}
 
     def layer(
@@ -163,6 +171,9 @@ class _Run:
         if plan.engram is not None:
             rows = hashes[:, self.start :, plan.engram]
             streams = engram(streams, rows, weights, f"{prefix}.engram", config)
+        if plan.tap:
+            mean = jnp.mean(streams.astype(jnp.float32), axis=2)
+            self.taps.append(mean.astype(self.dtype))
         x = rms_norm(collapse(streams, pre), weights[f"{prefix}.attn_norm.weight"], eps)
         if plan.owns_kv:
             self.compress(plan, x)

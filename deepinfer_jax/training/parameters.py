@@ -1,7 +1,8 @@
 """Master weights in training: names, shapes, initial values, and the way from and to a checkpoint.
 
 A flat mapping from release tensor names to float32 arrays. The routed experts of a layer are
-stacked: `layers.{l}.ffn.experts.w1.weight` is [e, f, d].
+stacked: `layers.{l}.ffn.experts.w1.weight` is [e, f, d]. The backbone and the drafter (`mtp.*`) are
+trained apart, so every function speaks of one of them.
 """
 
 import math
@@ -15,49 +16,58 @@ from deepinfer_jax.checkpoint.inventory import TensorSpec, inventory
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CheckpointError
 
-_EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123]\.weight)")
-_STACKED = re.compile(r"(layers\.\d+\.ffn\.experts)\.(w[123]\.weight)")
+_EXPERT = re.compile(r"((?:layers|mtp)\.\d+\.ffn\.experts)\.(\d+)\.(w[123]\.weight)")
+_STACKED = re.compile(r"((?:layers|mtp)\.\d+\.ffn\.experts)\.(w[123]\.weight)")
+_DRAFTER = "mtp."
 _DIAGONAL = 4.0  # logit that keeps about 0.95 of a stream in place
 
 
-def specs(config: ModelConfig) -> dict[str, TensorSpec]:
+def specs(config: ModelConfig, *, drafter: bool = False) -> dict[str, TensorSpec]:
     """Storage kind and types of every trained tensor, by training name; shapes are per expert.
 
-    `gate.bias_vl` is not among them: it is made at export.
+    Those of the backbone, or with `drafter` the `mtp.*` ones alone. `gate.bias_vl` is not among
+    them: it is made at export. Raises ConfigError when the config describes no drafter.
     """
-    every = inventory(replace(config, vision=None), drafter=False)
-    return {_stacked(n): spec for n, spec in every.items() if not n.endswith(".gate.bias_vl")}
+    every = inventory(replace(config, vision=None), drafter=drafter)
+    return {
+        _stacked(n): spec
+        for n, spec in every.items()
+        if not n.endswith(".gate.bias_vl") and n.startswith(_DRAFTER) == drafter
+    }
 
 
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def shapes(config: ModelConfig, *, drafter: bool = False) -> dict[str, tuple[int, ...]]:
     """Shape of every trained tensor, by training name."""
-    experts = (config.n_routed_experts,)
+    experts = (config.dspark_n_routed_experts if drafter else config.n_routed_experts,)
     return {
         name: (*(experts if _STACKED.fullmatch(name) else ()), *spec.shape)
-        for name, spec in specs(config).items()
+        for name, spec in specs(config, drafter=drafter).items()
     }
 
 
 def initial_values(
-    config: ModelConfig, seed: int, *, embed_std: float = 0.5
+    config: ModelConfig, seed: int, *, embed_std: float = 0.5, drafter: bool = False
 ) -> dict[str, np.ndarray]:
-    """float32 masters: unit-size projections, small sublayer outputs, nearly static streams."""
+    """float32 masters: unit-size projections, small sublayer outputs, nearly static streams.
+
+    A drafter's Markov bias starts at zero and its confidence at one half.
+    """
     rng = np.random.default_rng(seed)
     values = {}
-    for name, shape in shapes(config).items():
+    for name, shape in shapes(config, drafter=drafter).items():
         values[name] = _initial(name, shape, config, rng, embed_std).astype(np.float32)
     return values
 
 
 def from_checkpoint(
-    tensors: Mapping[str, np.ndarray], config: ModelConfig
+    tensors: Mapping[str, np.ndarray], config: ModelConfig, *, drafter: bool = False
 ) -> dict[str, np.ndarray]:
     """Masters from dequantized release tensors (any float dtype); other tensors are not read.
 
     Raises CheckpointError for a missing tensor or a wrong shape.
     """
     values = {}
-    for name, shape in shapes(config).items():
+    for name, shape in shapes(config, drafter=drafter).items():
         if match := _STACKED.fullmatch(name):
             parts = [f"{match[1]}.{e}.{match[2]}" for e in range(shape[0])]
             _require(parts, tensors)
@@ -75,10 +85,12 @@ def from_checkpoint(
     return values
 
 
-def to_checkpoint(values: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+def to_checkpoint(
+    values: Mapping[str, np.ndarray], config: ModelConfig, *, drafter: bool = False
+) -> dict[str, np.ndarray]:
     """float32 tensors by release name: experts apart, `bias_vl` copied from `bias`."""
     tensors = {}
-    for name in shapes(config):
+    for name in shapes(config, drafter=drafter):
         value = np.asarray(values[name], np.float32)
         if match := _STACKED.fullmatch(name):
             tensors |= {f"{match[1]}.{e}.{match[2]}": part for e, part in enumerate(value)}
@@ -109,7 +121,8 @@ def _initial(
 ) -> np.ndarray:
     if name.endswith(("norm.weight", ".q_weight", ".k_weight")):
         return np.ones(shape)
-    if name.endswith((".attn_sink", ".gate.bias")):
+    zero = (".attn_sink", ".gate.bias", ".markov_head.head.weight", ".confidence_head.proj.weight")
+    if name.endswith(zero):
         return np.zeros(shape)
     if name.endswith("_scale"):
         return np.full(shape, 0.1)

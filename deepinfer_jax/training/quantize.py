@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
+from deepinfer_jax.checkpoint.inventory import TensorSpec
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.ops.quant import (
     E4M3,
@@ -65,8 +66,15 @@ def round_weights(weights: Mapping[str, jax.Array], config: ModelConfig) -> dict
     Dense linears FP8 per 32x32 block, routed experts FP4 per 32 inputs, Engram rows FP8 per 32
     channels, plain BF16 tensors rounded to BF16 (model specification, "Number formats").
     """
+    return round_tensors(weights, specs(config))
+
+
+def round_tensors(
+    weights: Mapping[str, jax.Array], table: Mapping[str, TensorSpec]
+) -> dict[str, jax.Array]:
+    """The same for the weights that `table` names."""
     rounded = {}
-    for name, spec in specs(config).items():
+    for name, spec in table.items():
         rounding = {"q8": round_q8, "q4": qdq_fp4, "engram_table": qdq_fp8}.get(spec.kind)
         if spec.kind == "plain" and spec.dtypes[0] == "BF16":
             rounding = round_bf16

@@ -7,7 +7,7 @@ import numpy as np
 from deepinfer_jax.model import layers
 
 
-def rotate(x: jax.Array, angles: np.ndarray, *, inverse: bool = False) -> jax.Array:
+def rotate(x: jax.Array, angles: np.ndarray | jax.Array, *, inverse: bool = False) -> jax.Array:
     """Rotate the last rotary channels of every row, in float32, cast to `x.dtype`.
 
     Args:

@@ -3,9 +3,13 @@
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.skills.mixture import SHARES
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ class TrainingSettings:
         return min(1.0, step / max(self.ramp * self.steps, 1))
 
 
-def override(settings: TrainingSettings, assignments: Iterable[str]) -> TrainingSettings:
-    """`settings` with `name=value` texts applied.
+def override[S: DataclassInstance](settings: S, assignments: Iterable[str]) -> S:
+    """`settings`, whose fields are numbers, with `name=value` texts applied.
 
     Raises ConfigError for an unknown name or a value of another type.
     """
