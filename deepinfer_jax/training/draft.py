@@ -47,12 +47,12 @@ from deepinfer_jax.training.target_cache import TargetCache
 
 
 def smoke_drafter_config() -> ModelConfig:
-    """The smoke network with a drafter of two stages and blocks of three."""
+    """The smoke network with a drafter of one stage and blocks of two."""
     return dataclasses.replace(
         smoke_config(),
-        compress_ratios=(0, 2, 0, 0),
-        num_nextn_predict_layers=2,
-        dspark_block_size=3,
+        compress_ratios=(0, 2, 0),
+        num_nextn_predict_layers=1,
+        dspark_block_size=2,
         dspark_noise_token_id=3,
         dspark_target_layer_ids=(0, 1),
         dspark_markov_rank=32,

@@ -19,10 +19,10 @@ def tiny_checkpoint(golden: Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     return config, dict(loaded.tensors)
 
 
-def smoke_folder(folder: Path) -> Path:
-    """A folder with the smoke network's config.json and nano's tokenizer.json."""
+def smoke_folder(folder: Path, config: ModelConfig | None = None) -> Path:
+    """A folder with the smoke network's, or `config`'s, config.json and nano's tokenizer.json."""
     raw = json.loads((NANO / "config.json").read_text())
-    numbers = smoke_config().digest_dict()
+    numbers = (config or smoke_config()).digest_dict()
     raw["text_config"] |= {k: numbers[k] for k in raw["text_config"] if k in numbers}
     raw["text_config"]["rope_scaling"]["rope_type"] = "yarn"
     folder.mkdir(parents=True, exist_ok=True)
