@@ -1,7 +1,8 @@
 """The `stable` draw: temperature, top-p with top-k, log-probs, and a token by Gumbel-max.
 
-A token's noise depends on nothing but the seed, the position and the token id, and no sum over
-the vocabulary depends on how many rows are drawn together.
+A token's noise depends on nothing but the seed, the position and the token id (and, where it is
+asked for, on where the step started), and no sum over the vocabulary depends on how many rows are
+drawn together.
 """
 
 from dataclasses import dataclass

@@ -19,9 +19,9 @@ count_leading = jax.jit(leading)
 
 @cache
 def random_law(seed, vocab, prefix):
-    """Some probabilities after some prefix; about one in four tokens is impossible."""
+    """Some probabilities after some prefix; about one in eight tokens is impossible."""
     rng = np.random.default_rng([seed, vocab, *prefix])
-    weights = rng.gamma(0.7, size=vocab) * (rng.random(vocab) > 0.25)
+    weights = rng.gamma(1.0, size=vocab) * (rng.random(vocab) > 0.125)
     weights[rng.integers(vocab)] += 0.2
     return weights / weights.sum()
 
@@ -185,7 +185,7 @@ COIN = Model(2, target=lambda _: np.array([0.7, 0.3]), drafter=lambda _: np.arra
 @pytest.mark.parametrize("count_of", [all_drafts, by_prefix, by_earlier_drafts])
 @pytest.mark.parametrize("rule", OUTCOMES)
 def test_three_tokens_follow_the_target_exactly(rule, count_of):
-    for seed in range(2):
+    for seed in range(6):
         model = Model(seed=seed)
         np.testing.assert_allclose(
             emitted_law(rule, model, count_of), model.joint(), rtol=0, atol=EXACT
