@@ -5,12 +5,15 @@ in float64 by the very code that runs in float32. A step produces places j = 0..
 target tells the law of place j, and draft j (0-based) is a candidate for place j.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
+from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.sampling.sampler import tree_sum
+
+Rule = Literal["coupled", "rejection", "block", "original"]
 
 # Below this a residual is rounding noise of two equal laws.
 SMALLEST_RESIDUAL = 1e-8
@@ -28,6 +31,21 @@ class Verdict(NamedTuple):
     accepted: jax.Array
     replaces: jax.Array
     logprobs: jax.Array
+
+
+def check_rule(rule: str) -> None:
+    """Refuse a rule of verification that does not exist.
+
+    Raises:
+        ConfigError: it is none of `coupled`, `rejection`, `block` and `original`.
+    """
+    known = get_args(Rule)
+    if rule not in known:
+        raise ConfigError(
+            f"Verification rule {rule!r} is unknown.",
+            f"There are {len(known)} of them: {', '.join(known)}.",
+            "Name one of those; coupled emits the same tokens as without drafts.",
+        )
 
 
 def leading(holds: jax.Array, count: jax.Array) -> jax.Array:

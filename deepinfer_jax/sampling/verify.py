@@ -7,23 +7,21 @@ that are kept and one token more. Every rule emits tokens that follow the target
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.sampling.accept import (
     accept_block,
     accept_token_wise,
+    check_rule,
     leading,
     of_row,
     of_token,
 )
 from deepinfer_jax.sampling.original import (
     ROW_STRIDE,
-    original_logprobs,
     sample_original,
     verify_original,
 )
@@ -36,8 +34,6 @@ from deepinfer_jax.sampling.sampler import (
     raw_logprobs,
     sample,
 )
-
-Rule = Literal["coupled", "rejection", "block", "original"]
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)
 
@@ -76,21 +72,6 @@ class Verified:
         return self.accepted + np.int32(1)
 
 
-def check_rule(rule: str) -> None:
-    """Refuse a rule of verification that does not exist.
-
-    Raises:
-        ConfigError: it is none of `coupled`, `rejection`, `block` and `original`.
-    """
-    known = get_args(Rule)
-    if rule not in known:
-        raise ConfigError(
-            f"Verification rule {rule!r} is unknown.",
-            f"There are {len(known)} of them: {', '.join(known)}.",
-            "Name one of those; coupled emits the same tokens as without drafts.",
-        )
-
-
 def uniform(
     seed: jax.Array, position: jax.Array, purpose: Purpose, start: jax.Array | None = None
 ) -> jax.Array:
@@ -113,45 +94,6 @@ def uniform(
     word = philox4x32((seed[:, 0], seed[:, 1]), counter)[0]
     value = (word.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     return jnp.minimum(value, _BELOW_ONE)
-
-
-def draft_token(
-    logits: jax.Array, rows: RowParams, *, rule: str, place: jax.Array | int
-) -> tuple[jax.Array, jax.Array | None]:
-    """Draw one draft per row, with the target's own temperature, top-p and top-k.
-
-    Under `coupled` its noise is that of the target at the same position. Under `rejection` and
-    `block` it is noise of purpose DRAFT that also depends on where the step started: `block`
-    (and a budget that looks at earlier drafts) decides by drafts that are not emitted, so drafts
-    of a later step at the same position must be independent of them.
-
-    Args:
-        logits: float32 [n, v] of the drafter. A row with NaN, +inf or all -inf draws as if all
-            logits were 0 (under `coupled` and `original` it gives token 0): drafts may be
-            useless, but the rules stay exact.
-        rows: of each draft; `position` is that of the token it is a draft for.
-        rule: the rule of verification that will judge it.
-        place: int32 scalar or [n], how many drafts of the same step come before it; where the
-            step started is position - place.
-
-    Returns:
-        The tokens int32 [n], and the log-probs float32 [n, v] that they were drawn from, or None
-        where the rule has no use for them.
-
-    Raises:
-        ConfigError: an unknown rule.
-    """
-    check_rule(rule)
-    if rule == "coupled":
-        return sample(logits, rows).token, None
-    settings = rows.temperature, rows.top_p, rows.top_k
-    if rule == "original":
-        drafts = jnp.ones(rows.position.shape, bool)
-        drawn = sample_original(logits, *settings, rows.seed, rows.position, drafts)
-        return drawn.token, original_logprobs(logits, *settings).logprobs
-    logprobs = processed_logprobs(logits, *settings).logprobs
-    start = rows.position - jnp.asarray(place, jnp.int32)
-    return draw_token(logprobs, rows, purpose=Purpose.DRAFT, start=start), logprobs
 
 
 def _each_row(rows: RowParams, width: int) -> RowParams:

@@ -7,6 +7,7 @@ import pytest
 from bitwise import assert_same_bits
 
 from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.sampling.draft import draft_token
 from deepinfer_jax.sampling.original import (
     ROW_STRIDE,
     original_logprobs,
@@ -15,7 +16,7 @@ from deepinfer_jax.sampling.original import (
 )
 from deepinfer_jax.sampling.philox import philox4x32, split64
 from deepinfer_jax.sampling.sampler import Purpose, RowParams, processed_logprobs, sample
-from deepinfer_jax.sampling.verify import draft_token, uniform, verify
+from deepinfer_jax.sampling.verify import uniform, verify
 
 RULES = ("coupled", "rejection", "block", "original")
 P, V, G = 64, 32, 4
