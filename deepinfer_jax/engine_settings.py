@@ -8,6 +8,7 @@ import numpy as np
 
 from deepinfer_jax.assembly import Assembled, host_memory
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.drafting import Drafting
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.plan import Limits
 from deepinfer_jax.engine.prefix import Reuse, replay, root_key
@@ -56,8 +57,8 @@ def check_replay(asked: EngineConfig, config: ModelConfig) -> None:
         )
 
 
-def limits_of(plan: MemoryPlan, config: ModelConfig) -> Limits:
-    """The engine's sizes: those that were planned."""
+def limits_of(plan: MemoryPlan, config: ModelConfig, drafts: int = 0) -> Limits:
+    """The engine's sizes: those that were planned, with `drafts` of a sequence verified a step."""
     back = config.engram_max_ngram_size - 1
     return Limits(
         slots=plan.slots,
@@ -67,6 +68,7 @@ def limits_of(plan: MemoryPlan, config: ModelConfig) -> Limits:
         table_pages=pages_of(plan.positions),
         updates=page_updates(plan.slots, plan.positions),
         look_back=back + back % 2,
+        drafts=drafts,
     )
 
 
@@ -96,6 +98,7 @@ def make_engine(
     asked: EngineConfig,
     net: Assembled,
     token_map: np.ndarray,
+    drafting: Drafting = Drafting(),  # noqa: B008 - frozen
     kept: Path | None = None,
     report: Report | None = None,
 ) -> Engine:
@@ -105,6 +108,7 @@ def make_engine(
         asked: the settings; checked by `check_replay` before.
         net: the network on its device.
         token_map: int32 [vocab], compressed token ids.
+        drafting: what is drafted; `net` has a drafter for it.
         kept: folder of compiled programs, or None.
         report: called after each program is compiled.
     """
@@ -112,12 +116,15 @@ def make_engine(
         net.network,
         net.params,
         net.mesh,
-        limits=limits_of(net.plan, net.network.config),
+        limits=limits_of(net.plan, net.network.config, drafting.count),
         options=StepOptions(
             draw=cast(Any, asked.sampler),
             logprobs=cast(Any, asked.logprobs_mode),
             truncate=cast(Any, asked.prefill_truncation),
             first_exact=asked.prefill_first_exact,
+            verification=cast(Any, asked.verification),
+            confidence_temperature=drafting.temperature,
+            varlen=asked.varlen,
         ),
         overlap=asked.overlap,
         keep=asked.prefill_keep_tokens,

@@ -53,6 +53,18 @@ _HONOURED = (
         choices=("off", "mask", "compact"),
     ),
     Variable("YOCO_PREFILL_KEEP_TOKENS", "int", "prompt tokens that bounded replay keeps", "0"),
+    Variable("USE_NEXTN_DECODE", "int", "tokens drafted for a sequence in a step", "0"),
+    Variable(
+        "ENABLE_MTP_VARLEN", "bool", "1: how many drafts are verified follows confidence", "0"
+    ),
+    Variable(
+        "DFLASH_CONFIDENCE_HEAD_TEMPERATURE",
+        "text",
+        "what the confidence of each draft is divided by; one number, or one a draft",
+        "1.0",
+    ),
+    Variable("DECODE_PERF_CACHE_DIR", "text", "folder that keeps measured times of steps"),
+    Variable("DECODE_PERF_CACHE_TTL_SEC", "int", "seconds for which they are used", "3600"),
 )
 # Why a feature is missing, then its variables: name, kind and, where one value describes what
 # happens anyway, that value.
@@ -62,13 +74,8 @@ _MISSING = (
         "KERNEL_POLICY text strict",
     ),
     (
-        "no drafter is built yet, so nothing is drafted or verified",
-        "USE_NEXTN_DECODE int 0",
-        "ENABLE_MTP_VARLEN bool 0",
-        "MAX_BACKTRACKING_TOKENS int",
-        "DFLASH_CONFIDENCE_HEAD_TEMPERATURE text",
-        "DECODE_PERF_CACHE_DIR text",
-        "DECODE_PERF_CACHE_TTL_SEC int",
+        "rings keep 6 positions beyond their window, which is what a block of 5 drafts takes back",
+        "MAX_BACKTRACKING_TOKENS int 6",
     ),
     (
         "expert load balancing is not built yet",
@@ -191,7 +198,10 @@ class Env:
         engram: where the Engram tables lie ("device" or "host"), or None when not set.
         prefill_truncation: "off", "mask" or "compact", or None when not set.
         prefill_keep_tokens: or None when not set.
-        nextn: draft tokens per step.
+        nextn: draft tokens per step, or None when not set.
+        varlen: verify by confidence, or None when not set.
+        confidence_temperature: as given, or None when not set.
+        cost_cache_dir: folder of measured times, or None when not set. cost_cache_ttl: seconds.
         kernel_policy: how a kernel that cannot serve is treated.
         kernels: (op, kernel name) pairs of DEEPINFER_KERNEL_<OP>, sorted by op.
         given: (name, text) of every DEEPINFER_* variable that was set, sorted, for the record.
@@ -204,7 +214,11 @@ class Env:
     engram: str | None = None
     prefill_truncation: str | None = None
     prefill_keep_tokens: int | None = None
-    nextn: int = 0
+    nextn: int | None = None
+    varlen: bool | None = None
+    confidence_temperature: str | None = None
+    cost_cache_dir: str | None = None
+    cost_cache_ttl: int | None = None
     kernel_policy: str = "strict"
     kernels: tuple[tuple[str, str], ...] = ()
     given: tuple[tuple[str, str], ...] = ()
@@ -240,20 +254,28 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
             raise _unknown(name)
     engram = values.get("ENGRAM_FORCE_GPU_STORAGE")
     invariant = values.get("BATCH_INVARIANT")
-    keep = values.get("YOCO_PREFILL_KEEP_TOKENS")
+    varlen = values.get("ENABLE_MTP_VARLEN")
     return Env(
         hf_model_dir=values.get("HF_MODEL_DIR"),
         batch_invariant=None if invariant is None else invariant == "1",
         compile_cache_dir=values.get("JIT_CACHE_DIR"),
         engram=None if engram is None else ("device" if engram == "1" else "host"),
         prefill_truncation=values.get("YOCO_PREFILL_TRUNCATION_MODE"),
-        prefill_keep_tokens=None if keep is None else int(keep),
-        nextn=int(values.get("USE_NEXTN_DECODE", "0")),
+        prefill_keep_tokens=_number(values, "YOCO_PREFILL_KEEP_TOKENS"),
+        nextn=_number(values, "USE_NEXTN_DECODE"),
+        varlen=None if varlen is None else varlen == "1",
+        confidence_temperature=values.get("DFLASH_CONFIDENCE_HEAD_TEMPERATURE"),
+        cost_cache_dir=values.get("DECODE_PERF_CACHE_DIR"),
+        cost_cache_ttl=_number(values, "DECODE_PERF_CACHE_TTL_SEC"),
         kernel_policy=values.get("KERNEL_POLICY", "strict"),
         kernels=tuple(kernels),
         given=tuple(given.items()),
         xla_flags=environ.get("XLA_FLAGS", ""),
     )
+
+
+def _number(values: Mapping[str, str], name: str) -> int | None:
+    return int(values[name]) if name in values else None
 
 
 def user_cache(environ: Mapping[str, str] | None = None) -> Path:

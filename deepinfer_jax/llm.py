@@ -14,6 +14,7 @@ import numpy as np
 from deepinfer_jax import env as environment
 from deepinfer_jax import settings
 from deepinfer_jax.assembly import assemble
+from deepinfer_jax.drafting import drafting_of
 from deepinfer_jax.engine.admission import Admission, Request
 from deepinfer_jax.engine.meter import Meter, Snapshot
 from deepinfer_jax.engine.pairs import admit_pairs
@@ -88,17 +89,21 @@ class LLM:
         check_compressed_map(token_map, self.config)
         place = asked.engine.compile_cache_dir
         kept = None if place is None else keep_compiled(Path(place))
+        drafting = drafting_of(asked.engine, self.config, folder)
         self.assembled = assemble(
             folder,
             self.config,
             asked.engine,
             token_map,
+            drafter=drafting.count > 0,
             tokenizer_sha256=self.tokenizer.digest,
             progress=progress,
             available_bytes=free_bytes(devices()[0]),
         )
         check_replay(asked.engine, self.config)
-        self._engine = make_engine(asked.engine, self.assembled, token_map, kept, self._compiled)
+        self._engine = make_engine(
+            asked.engine, self.assembled, token_map, drafting, kept, self._compiled
+        )
         self._admission = Admission(
             self.tokenizer, self.config, self.max_model_len, cast(Any, asked.engine.truncate)
         )
@@ -131,7 +136,8 @@ class LLM:
     ) -> None:
         """Compile ahead, side by side, what the first answers will need.
 
-        With `compile="all"` that is every program without top log-probs and with so many; with
+        With `varlen` and drafts, what steps of each size take is measured first. With
+        `compile="all"` that is every program without top log-probs and with so many; with
         `compile="none"` nothing.
 
         Args:
@@ -142,10 +148,27 @@ class LLM:
                 asks for 0.
         """
         how = self._settings.engine.compile
+        self._measure()
         if how == "all":
             self._engine.prepare_all((logprobs,), prompt_logprobs)
         elif how == "lazy":
             self._engine.prepare(tuple(prompt_tokens), sequences, logprobs, prompt_logprobs)
+
+    def _measure(self) -> None:
+        """Measure what steps take, once, where the lengths of verification follow it."""
+        asked, engine = self._settings.engine, self._engine
+        if not asked.varlen or not engine.drafts or engine.measured:
+            return
+        device, folder = devices()[0], asked.cost_cache_dir
+        identity = {
+            "weights": self.assembled.digest,
+            "source": source_digest(),
+            "device": f"{device.platform} {device.device_kind}",
+            "options": repr(engine.programs.options),
+            "drafts": engine.drafts,
+        }
+        place = None if folder is None else Path(folder).expanduser()
+        engine.measure(place, identity, asked.cost_cache_ttl)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -166,10 +189,12 @@ class LLM:
 
     def about_steps(self) -> dict[str, Any]:
         """What the bits of a step depend on besides its inputs, as plain JSON values."""
+        options = dataclasses.asdict(self._engine.programs.options)
+        temperature = options["confidence_temperature"]  # a list in JSON
         return {
             "manifest": self.manifest(),
             "engine": json.loads(self._settings.canonical_json())["engine"],
-            "options": dataclasses.asdict(self._engine.programs.options),
+            "options": options | {"confidence_temperature": list(temperature)},
             "source": source_digest(),
         }
 
@@ -360,6 +385,7 @@ class LLM:
     ) -> Iterator[list[tuple[Request, list[Sample]]]]:
         """Run to the end; after each step yields the requests it moved, with their samples."""
         owner = {id(s): r for r in requests for s in r.samples}
+        self._measure()
         if self._settings.engine.compile == "all" and not self._engine.programs.sealed:
             asked = [s.params for r in requests for s in r.samples]
             scored = [p.prompt_logprobs for p in asked if p.prompt_logprobs is not None]

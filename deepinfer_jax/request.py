@@ -62,7 +62,7 @@ class CompletionOutput:
         logprobs: per-token log-probs if they were asked for.
         cumulative_logprob: sum of all its tokens' log-probs, if they were asked for.
         seq_seed: the seed this sample was drawn with; passing it again repeats it.
-        drafted: how many draft tokens were verified.
+        drafted: how many draft tokens were verified; in a stream, so far.
         accepted: how many of them were kept.
         grammar_complete: whether the text is a complete word of the grammar; None without one.
     """

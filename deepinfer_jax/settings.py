@@ -35,6 +35,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "weights": ("dequantized", "packed"),
     "engram": ("device", "host", "mmap"),
     "sampler": ("stable", "original"),
+    "verification": ("coupled", "rejection", "block"),
     "logprobs_mode": ("raw", "processed"),
     "prefix_reuse": ("exact", "cache_exact", "bounded", "off"),
     "prefill_truncation": ("off", "mask", "compact"),
@@ -42,14 +43,24 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "late_compile": ("warn", "error"),
     "truncate": ("error", "left", "right"),
 }
-_SWITCHES = frozenset({"batch_invariant", "overlap", "prefill_first_exact"})
+_SWITCHES = frozenset({"batch_invariant", "overlap", "prefill_first_exact", "varlen"})
 _COUNTS = frozenset({"max_model_len", "max_num_seqs", "max_num_batched_tokens", "pages"})
-_AMOUNTS = frozenset({"swap_pages", "prefill_keep_tokens"})
+_AMOUNTS = frozenset({"swap_pages", "prefill_keep_tokens", "nextn", "cost_cache_ttl"})
 # These fields take "auto" in a file or in --set, which leaves the choice to the engine.
-_OPTIONAL = frozenset({"arithmetic", "cache_format", "max_model_len", "pages", "compile_cache_dir"})
+_OPTIONAL = frozenset(
+    {
+        *("arithmetic", "cache_format", "max_model_len", "pages", "nextn"),
+        *("compile_cache_dir", "cost_cache_dir"),
+    }
+)
 # Where a model lies, and when programs are compiled and where they are kept, cannot change a result
 # and differ between machines; the network is in the digest, and the weights have their own.
-_OUTSIDE_DIGEST = frozenset({"model", "compile", "late_compile", "compile_cache_dir"})
+_OUTSIDE_DIGEST = frozenset(
+    {
+        *("model", "compile", "late_compile", "compile_cache_dir"),
+        *("cost_cache_dir", "cost_cache_ttl"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,19 @@ class EngineConfig:
         prefill_keep_tokens: how many prompt tokens these are.
         prefill_first_exact: the decoder's first layer keeps the window keys of all prompt tokens.
         overlap: a step is launched before the results of the one before it are read.
+        nextn: tokens that are drafted for each sequence in a step; None means the drafter's block,
+            or 0 for a checkpoint without a drafter.
+        verification: which drafts are kept: those that equal the target's own draw ("coupled": the
+            tokens are those of decoding without drafts), or by token-wise "rejection" or "block"
+            verification, which keep more and the distribution. The original sampler has a rule of
+            its own.
+        varlen: how many drafts of a sequence are verified follows their confidence and what a
+            longer step costs; else all are.
+        confidence_temperature: what the confidences of drafts are divided by before the sigmoid:
+            one number, or one for each draft, with commas between them.
+        cost_cache_dir: folder that keeps what steps of each size take, which varlen measures before
+            the first request; None measures at every start.
+        cost_cache_ttl: for how many seconds such times are used.
         sampler: "stable" draws or the "original" engine's.
         logprobs_mode: "raw" (temperature 1, unfiltered) or "processed".
         truncate: what becomes of a prompt that leaves no room for its max_tokens: an "error", or
@@ -110,6 +134,12 @@ class EngineConfig:
     prefill_keep_tokens: int = 0
     prefill_first_exact: bool = False
     overlap: bool = True
+    nextn: int | None = 0
+    verification: str = "coupled"
+    varlen: bool = False
+    confidence_temperature: str = "1.0"
+    cost_cache_dir: str | None = None
+    cost_cache_ttl: int = 3600
     sampler: str = "stable"
     logprobs_mode: str = "raw"
     truncate: str = "error"
@@ -269,6 +299,11 @@ def _from_env(env: Env) -> dict[str, Any]:
         "engram": env.engram,
         "prefill_truncation": env.prefill_truncation,
         "prefill_keep_tokens": env.prefill_keep_tokens,
+        "nextn": env.nextn,
+        "varlen": env.varlen,
+        "confidence_temperature": env.confidence_temperature,
+        "cost_cache_dir": env.cost_cache_dir,
+        "cost_cache_ttl": env.cost_cache_ttl,
         "kernels": dict(env.kernels),
     }
     return {key: value for key, value in values.items() if value is not None}

@@ -62,6 +62,7 @@ def write_short_model(
     *,
     change: Callable[[Weights], None] = lambda weights: None,
     spoil: Callable[[Weights], None] = lambda stored: None,
+    drafter: bool = False,
 ) -> Path:
     """Write the folder; `change` may alter the weights, `spoil` the tensors as they are stored.
 
@@ -69,9 +70,9 @@ def write_short_model(
     """
     raw = raw or short_config()
     config = ModelConfig.from_dict(raw)
-    weights = tiny_weights(config)
+    weights = tiny_weights(config, drafter=drafter)
     change(weights)
-    stored = {k: v.copy() for k, v in encode(weights, config, drafter=False).items()}
+    stored = {k: v.copy() for k, v in encode(weights, config, drafter=drafter).items()}
     spoil(stored)
     folder.mkdir(parents=True)
     write_safetensors(folder / "model.safetensors", stored)

@@ -72,8 +72,7 @@ def test_a_name_like_no_other_is_refused_too():
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("DEEPINFER_USE_NEXTN_DECODE", "5", "no drafter is built yet"),
-        ("DEEPINFER_ENABLE_MTP_VARLEN", "1", "no drafter is built yet"),
+        ("DEEPINFER_MAX_BACKTRACKING_TOKENS", "7", "rings keep 6 positions"),
         ("DEEPINFER_KERNEL_POLICY", "auto", "without a trace"),
         ("DEEPINFER_NCCL_NUM_SMS", "32", "belong to XLA"),
         ("DEEPINFER_ACCELERATOR", "nvidia", "JAX_PLATFORMS"),

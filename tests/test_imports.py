@@ -34,9 +34,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"runner", "model", "ops", "settings", "env"} | BASE,
     "assembly": {"runner", "model", "parallel", "checkpoint", "report", "ops", "settings"} | BASE,
     "model_source": {"checkpoint", "settings", "env", "text"} | BASE,
-    "engine_settings": {"assembly", "engine", "runner", "model", "report", "settings"} | BASE,
+    "drafting": {"checkpoint", "settings"} | BASE,
+    "engine_settings": {"drafting", "assembly", "engine", "runner", "model", "report", "settings"}
+    | BASE,
     "llm": {
-        *("engine_settings", "model_source", "assembly", "engine", "runner", "model", "text"),
+        *(
+            "engine_settings",
+            "drafting",
+            "model_source",
+            "assembly",
+            "engine",
+            "runner",
+            "model",
+            "text",
+        ),
         *("sampling", "request", "settings", "env", "ops", "report", "sampling_params"),
         "protocol",
     }

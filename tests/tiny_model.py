@@ -12,11 +12,13 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.settings import package_folder
 
 
-def tiny_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
+def tiny_weights(
+    config: ModelConfig, seed: int = 0, *, drafter: bool = False
+) -> dict[str, np.ndarray]:
     """Weights whose sublayer outputs stay below the residual, so that rounding stays small."""
     rng = np.random.default_rng(seed)
     weights = {}
-    for name, spec in inventory(config, drafter=False).items():
+    for name, spec in inventory(config, drafter=drafter).items():
         if name.endswith("norm.weight"):
             value = 1 + 0.1 * rng.standard_normal(spec.shape)
         elif name == "embed.weight" or ".engram.embed" in name:

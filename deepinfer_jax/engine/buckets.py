@@ -5,6 +5,7 @@ A step is padded to the smallest bucket that holds it, so that nothing is compil
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import ge
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,19 @@ _SMALLEST_PREFILL = 128
 _FEW = 16
 
 
-def plan_buckets(limits: Limits, keep: int = 0) -> tuple[Bucket, ...]:
+def plan_buckets(limits: Limits, keep: int = 0, *, varlen: bool = False) -> tuple[Bucket, ...]:
     """All buckets, smallest first.
 
     Rows are 1, 4, 16, 32, 64, ... up to the slots, then powers of two from 128 (or the next beyond
     the slots) up to a whole step.
 
+    With drafts there are also sizes that hold a few sequences with several rows each.
+
     Args:
         limits: sizes of the engine.
         keep: last prompt tokens that the decoder's layers run, 0 for all. Otherwise steps come in
             a second form, whose decoder rows hold every slot and the end of one prompt.
+        varlen: not all drafts are verified in every step.
     """
     decode = [1]
     while decode[-1] < limits.slots:
@@ -36,18 +40,29 @@ def plan_buckets(limits: Limits, keep: int = 0) -> tuple[Bucket, ...]:
         rows |= {more} if more > limits.slots else set()
         more *= 2
     rows.add(limits.rows)
+    sizes = {(n, min(n, limits.slots)) for n in rows}
+    widths = {1 + limits.drafts} if limits.drafts else set()
+    if limits.drafts and varlen:
+        widths |= {2, 1 + -(-limits.drafts // 2)}
+    sizes |= {(width * n, n) for n in decode for width in widths if width * n <= limits.rows}
     found = set()
-    for n in rows:
-        parts = min(n, limits.slots)
-        found.add(Bucket(n, n, parts, limits.updates))
-        if keep and parts + keep < n:
-            found.add(Bucket(n, parts + keep, parts, limits.updates))
+    for n, parts in sizes:
+        drafts = min(limits.drafts, n - parts)
+        found.add(Bucket(n, n, parts, limits.updates, drafts))
+        kept = parts * (1 + drafts) + keep
+        if keep and kept < n:
+            found.add(Bucket(n, kept, parts, limits.updates, drafts))
     return tuple(sorted(found))
 
 
-def fit(buckets: Sequence[Bucket], rows: int, decoder_rows: int) -> Bucket:
-    """The smallest of `buckets` with so many rows, and so many that the decoder's layers run."""
-    return next(b for b in buckets if b.rows >= rows and b.decoder_rows >= decoder_rows)
+def fit(
+    buckets: Sequence[Bucket], rows: int, decoder_rows: int, parts: int = 1, drafts: int = 0
+) -> Bucket:
+    """The smallest of `buckets` with so many rows, rows of the decoder, parts and drafts of one."""
+    asked = rows, decoder_rows, parts, drafts
+    return next(
+        b for b in buckets if all(map(ge, (b.rows, b.decoder_rows, b.parts, b.drafts), asked))
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +112,13 @@ def pack(
     """
     assert plan.bucket is not None, "a plan without rows has no arrays"
     ints, floats = plan.bucket.empty()
-    ids, parts, stops, updates = plan.bucket.split(ints)
+    ids, parts, stops, updates, budget = plan.bucket.split(ints)
     slot, run, p = plan.slot, plan.running, len(plan.slot)
-    offset = np.cumsum(plan.count) - plan.count
+    offset = plan.offset
     columns: dict[Part, Any] = {
         Part.SLOT: slot,
         Part.OFFSET: offset,
-        Part.COUNT: plan.count,
+        Part.COUNT: np.where(plan.prefill, plan.count, np.minimum(plan.count, plan.bucket.width)),
         Part.START: plan.start,
         Part.FLAGS: Flag.PROMPT * plan.prefill + Flag.DRAWS * plan.draws,
         Part.TOP_K: draws.top_k[slot],
@@ -121,6 +136,8 @@ def pack(
     stops[:p] = draws.stops[slot]
     floats[:p, 0], floats[:p, 1] = draws.temperature[slot], draws.top_p[slot]
     updates[: len(plan.updates)] = plan.updates
+    if plan.budget is not None:
+        budget[:] = plan.budget
     for part in np.flatnonzero(plan.prefill):
         begin, start, count = offset[part], plan.start[part], plan.count[part]
         tokens = prompts[int(slot[part])]

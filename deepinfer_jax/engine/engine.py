@@ -8,7 +8,7 @@ the same tokens.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from deepinfer_jax.engine.acceptance import Acceptance
 from deepinfer_jax.engine.buckets import fit, pack, plan_buckets
+from deepinfer_jax.engine.costs import step_times
+from deepinfer_jax.engine.engram_rows import Memory, look_up
 from deepinfer_jax.engine.lane import Job, Lane
 from deepinfer_jax.engine.meter import Meter, Snapshot, snapshot
 from deepinfer_jax.engine.pages import PagePool
@@ -28,17 +31,17 @@ from deepinfer_jax.engine.prefix import Reuse
 from deepinfer_jax.engine.programs import LateCompile, Programs, Report, top_count
 from deepinfer_jax.engine.roster import Roster
 from deepinfer_jax.engine.scores import scored_parts, take_scores
-from deepinfer_jax.engine.sequence import Sequence, not_finite
+from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.engine.tokens import take_tokens
 from deepinfer_jax.engine.transfer import Transfer
-from deepinfer_jax.errors import DeepInferError, MemoryPlanError, RequestError
+from deepinfer_jax.engine.varlen import Lengths, decode_sizes
+from deepinfer_jax.errors import MemoryPlanError, RequestError
 from deepinfer_jax.model.flops import skipped_flops
 from deepinfer_jax.runner.compile import replicated
-from deepinfer_jax.runner.layout import ProgramKey
+from deepinfer_jax.runner.layout import Bucket, ProgramKey
 from deepinfer_jax.runner.record import Recorder, StepRecord, replayed
 from deepinfer_jax.runner.schedule import StepInput
 from deepinfer_jax.runner.step import Network, Params, StepOptions, init_state
-
-Memory = Callable[[np.ndarray, int, int], tuple[np.ndarray, ...]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Engine:
     Attributes:
         watch: called after every step of `run`.
         recorder: writes steps into files, so that they can be run again.
+        acceptance: of drafts, place by place.
     """
 
     def __init__(
@@ -94,13 +98,15 @@ class Engine:
             late_compile: see `Programs`.
         """
         self._meter = Meter()
+        self._lengths: Lengths | None = None
+        self.acceptance = Acceptance.empty(limits.drafts)
         self.watch: Callable[[], None] | None = None
         self.recorder: Recorder | None = None
         self._network, self._params, self._limits = network, params, limits
         self._depth = 1 if overlap and memory is None else 0
         self._memory, self._keep = memory, keep
         self._reuse, self._host_pages = reuse, host_pages
-        self._mesh = mesh
+        self._mesh, self._options = mesh, options
         self._lane: Lane | None = None
         state = self._restart()
         self._programs = Programs(
@@ -114,7 +120,8 @@ class Engine:
             kept=kept,
             late_compile=late_compile,
         )
-        self._buckets = plan_buckets(limits, keep if options.truncate == "compact" else 0)
+        compact = keep if options.truncate == "compact" else 0
+        self._buckets = plan_buckets(limits, compact, varlen=options.varlen)
         self._wide = limits.slots + 1
         self._row_flops = skipped_flops(network.config, 1)
         self._busy = False
@@ -130,6 +137,8 @@ class Engine:
             slots=limits.slots,
             positions=limits.table_pages * limits.page,
             pages=limits.pages,
+            drafts=limits.drafts,
+            compared=self._options.rule != "coupled",
         )
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         self._lane = Lane(jax.device_put(state, replicated(self._mesh)))
@@ -186,9 +195,11 @@ class Engine:
         vocab, most = self._network.config.vocab_size, self._limits.rows
         top = top_count(logprobs, vocab)
         rows = {min(n, most) for n in prompts} | {n % most for n in prompts if n > most}
-        rows |= {min(live, self._limits.slots)}
         kept = {n: min(n, self._keep + 1) if self._keep else n for n in rows if n}
         wanted = [ProgramKey(fit(self._buckets, n, k), top) for n, k in sorted(kept.items())]
+        live, drafts = min(live, self._limits.slots), self._limits.drafts
+        decode = live * (1 + drafts)
+        wanted.append(ProgramKey(fit(self._buckets, decode, decode, live, drafts), top))
         if scored is not None:  # such prompts are never trimmed
             prompt, sizes = top_count(scored, vocab), {max(n, self._wide) for n in kept}
             wanted += [ProgramKey(fit(self._buckets, n, n), top, prompt) for n in sorted(sizes)]
@@ -210,6 +221,26 @@ class Engine:
         self._transfer.prepare()
         self._programs.seal()
 
+    def measure(self, folder: Path | None, identity: Mapping[str, Any], ttl_s: float) -> None:
+        """Measure what steps of each size take, or read it: from then on lengths follow it.
+
+        Nobody may run. See `runner.cost_file.kept_or_measured` for the arguments.
+        """
+
+        def run(bucket: Bucket, ints: np.ndarray, floats: np.ndarray) -> None:
+            program = self._programs.get(ProgramKey(bucket))
+            inputs = StepInput(ints, floats)  # type: ignore[arg-type]
+            out = self._run(lambda state: program(self._params, state, inputs))
+            jax.block_until_ready(out.result())
+
+        sizes = [
+            b for n in range(1, self._limits.slots + 1) for b in decode_sizes(self._buckets, n)
+        ]
+        self._programs.prepare(map(ProgramKey, sizes))
+        times = step_times(self._buckets, run, folder=folder, identity=identity, ttl_s=ttl_s)
+        self._restart()
+        self._lengths = Lengths(self._limits.slots, self._limits.drafts, times)
+
     def replay(self, recorded: StepRecord) -> StepRecord:
         """Run a recorded step again, on its own state and not on the engine's."""
         program = self._programs.get(recorded.key)
@@ -222,6 +253,16 @@ class Engine:
     def abort(self, number: int) -> None:
         """End a sequence with what it has; nothing happens if it has ended."""
         self._roster.abort(number)
+
+    @property
+    def drafts(self) -> int:
+        """Tokens of a sequence that a step verifies at most."""
+        return self._limits.drafts
+
+    @property
+    def measured(self) -> bool:
+        """Whether lengths of verification follow what steps take."""
+        return self._lengths is not None
 
     @property
     def has_work(self) -> bool:
@@ -285,7 +326,7 @@ class Engine:
             self._busy = False
 
     def _plan(self) -> Plan:
-        view = self._roster.view(self._step + 1, self._retired)
+        view = self._roster.view(self._step + 1, self._retired, self._lengths)
         return plan_step(view, self._limits, self._buckets)
 
     def _settle(self, plan: Plan) -> tuple[Plan, list[Sequence]]:
@@ -309,7 +350,8 @@ class Engine:
         ]
         scoring, score_from = scored_parts(plan, roster.sequences)
         if scoring:  # of small buckets there is no program that scores
-            bucket = fit(self._buckets, max(bucket.rows, self._wide), bucket.decoder_rows)
+            rows = max(bucket.rows, self._wide)
+            bucket = fit(self._buckets, rows, bucket.decoder_rows, bucket.parts, bucket.drafts)
             plan = replace(plan, bucket=bucket)
         forced = self._forced(plan, drawing)
         ints, floats = pack(plan, roster.draws, roster.prompts, forced, score_from)
@@ -320,7 +362,10 @@ class Engine:
         before = self._programs.compile_s
         program = self._programs.get(key)
         self._collected += self._programs.compile_s - before  # compiling is no part of a step
-        inputs: Any = StepInput(ints, floats, self._looked_up(plan))  # type: ignore[arg-type]
+        rows = self._programs.memory_rows(bucket.rows)
+        if rows is not None and self._memory is not None:
+            rows = look_up(plan, of, self._memory, rows)
+        inputs: Any = StepInput(ints, floats, rows)  # type: ignore[arg-type]
         if self.recorder is not None:
             program = self.recorder.around(program, key)
 
@@ -352,28 +397,6 @@ class Engine:
                 forced[slot] = sequence.forced(index)
         return forced
 
-    def _looked_up(self, plan: Plan) -> tuple[np.ndarray, ...] | None:
-        """Engram rows of the step's tokens, when the host has the tables."""
-        assert plan.bucket is not None
-        found = self._programs.memory_rows(plan.bucket.rows)
-        if found is None or self._memory is None:
-            return None
-        at = 0
-        for slot, start, count in zip(plan.slot, plan.start, plan.count, strict=True):
-            sequence = self._roster.sequences[int(plan.running.request[slot])]
-            if sequence.finished:
-                at += int(count)
-                continue  # its rows could not be read in an earlier chunk
-            try:
-                read = self._memory(sequence.tokens, int(start), int(start + count))
-            except DeepInferError as error:
-                sequence.fail(error)
-            else:
-                for layer, values in zip(found, read, strict=True):
-                    layer[at : at + count] = values
-            at += int(count)
-        return found
-
     def _collect(self) -> list[Sequence]:
         """Read the oldest step in flight; returns who got a token or ended."""
         flight = self._flights.popleft()
@@ -382,34 +405,42 @@ class Engine:
         now = time.perf_counter()
         prefill = bool(flight.plan.prefill.any())
         self._meter.count(prefill, now - self._collected, now - before)
+        bucket = flight.plan.bucket
+        if self._lengths is not None and not prefill and bucket is not None:
+            self._lengths.observe(len(flight.plan.slot), bucket, now - self._collected)
         self._collected = now
         self._roster.pool.retire(flight.plan.step)
         self._retired = flight.plan.step
         touched: list[Sequence] = []
-        tokens, bad = out.draw.token.tolist(), out.draw.bad.tolist()
-        raw = self._programs.logprobs == "raw"
-        chosen = out.draw.raw_logprob if raw else out.draw.processed_logprob
         take_scores(flight.plan, flight.scoring, out.prompt, self._roster.sequences)
+        raw, eos = self._options.logprobs == "raw", self._network.config.eos_token_id
+        limit = self._limits.max_model_len
         for part, number in flight.drawing:
             sequence = self._roster.sequences.get(number)
             if sequence is None:
                 continue  # it ended in the step before; what it drew here never was
-            if not sequence.finished and bad[part]:
-                sequence.fail(not_finite(sequence.length))
-            elif not sequence.finished:
-                count = sequence.params.logprobs
-                if count is not None:
-                    ids, tops = out.top_ids[part, :count], out.top_logprobs[part, :count]
-                    sequence.record(float(chosen[part]), ids, tops)
-                sequence.append(
-                    tokens[part],
-                    eos=self._network.config.eos_token_id,
-                    limit=self._limits.max_model_len,
-                )
-                self._meter.output_tokens += 1
+            taken = take_tokens(sequence, out, part, raw=raw, eos=eos, limit=limit)
+            self._meter.output_tokens += taken
+            slot = int(flight.plan.slot[part])
+            offered, accepted = int(out.offered[part]), int(out.accepted[part])
+            self.acceptance.count(offered, accepted)
+            self._meter.drafted += offered
+            self._meter.accepted += accepted
+            if self._lengths is not None:
+                self._lengths.note(flight.plan.step, slot, number, out.confidence[part])
+            if not flight.plan.prefill[part]:
+                self._roster.stands(number, slot, self._under_way(slot))
             touched.append(sequence)
         self._roster.publish(flight.plan)
         for sequence in touched:
             if sequence.finished:
                 self._roster.end(sequence.number)
         return touched
+
+    def _under_way(self, slot: int) -> list[int]:
+        """Rows of a slot in the steps that were launched and not read."""
+        return [
+            int(count)
+            for flight in self._flights
+            for count in flight.plan.count[flight.plan.slot == slot]
+        ]

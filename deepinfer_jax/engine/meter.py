@@ -19,6 +19,7 @@ class Meter:
         wait_s, decode_wait_s: of those, seconds in which the host waited for the device.
         compile_s: seconds spent compiling.
         preempted: sequences that gave up their pages.
+        drafted, accepted: drafts that were verified, and that were kept.
     """
 
     prompt_tokens: int = 0
@@ -33,6 +34,8 @@ class Meter:
     decode_wait_s: float = 0.0
     compile_s: float = 0.0
     preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     def count(self, prefill: bool, spent: float, waited: float) -> None:
         """Add a collected step's seconds, and those of them that the host waited."""
@@ -50,7 +53,7 @@ class Snapshot:
 
     Attributes:
         steps, prompt_tokens, output_tokens, cached_tokens, skipped_rows, skipped_flops, preempted,
-            wait_s, compile_s: as in `Meter`, since the model was loaded.
+            drafted, accepted, wait_s, compile_s: as in `Meter`, since the model was loaded.
         step_s: seconds of all steps; what is not waiting in them is the host's.
         running, waiting: sequences.
         pages_used: pages that somebody holds or a launched step may still touch.
@@ -71,6 +74,8 @@ class Snapshot:
     skipped_rows: int
     skipped_flops: int
     preempted: int
+    drafted: int
+    accepted: int
     step_s: float
     wait_s: float
     compiled: int
@@ -102,6 +107,8 @@ def snapshot(
         skipped_rows=meter.skipped_rows,
         skipped_flops=meter.skipped_flops,
         preempted=meter.preempted,
+        drafted=meter.drafted,
+        accepted=meter.accepted,
         step_s=meter.prefill_s + meter.decode_s,
         wait_s=meter.wait_s,
         compiled=compiled,
@@ -145,6 +152,8 @@ def figures(start: Snapshot, before: Snapshot, now: Snapshot, seconds: float) ->
         "wait_share": _ratio(waited, spent, 4),
         "host_us_per_step": _ratio(1e6 * (spent - waited), steps, 1),
         "preempted": now.preempted - start.preempted,
+        "drafted": now.drafted - start.drafted,
+        "accepted": now.accepted - start.accepted,
         "compiled": now.compiled,
         "compile_s": round(now.compile_s, 3),
         "late_compiles": now.late,

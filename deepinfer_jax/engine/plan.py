@@ -38,6 +38,7 @@ class Limits:
         look_back: tokens that run before the replay of a hit, for their ids alone; even.
         aging_s: seconds of waiting that count as one level of priority.
         strikes: preemptions after which a sequence is admitted next, all its pages set aside.
+        drafts: tokens of a sequence that a step verifies at most.
 
     Raises:
         ConfigError: a step is too small for every slot to go on.
@@ -53,8 +54,17 @@ class Limits:
     look_back: int = 0
     aging_s: float = 10.0
     strikes: int = 3
+    drafts: int = 0
 
     def __post_init__(self) -> None:
+        verified = self.slots * (1 + self.drafts)
+        if self.drafts and self.rows <= verified:
+            raise ConfigError(
+                f"A step has {self.rows} rows for {self.slots} sequences with {self.drafts} drafts "
+                "each.",
+                f"Verifying all of them takes {verified} rows, and a prompt needs one besides.",
+                f"Set rows to at least {verified + 1}, run fewer sequences, or draft less.",
+            )
         for name in ("rows", "updates"):
             if getattr(self, name) <= self.slots:
                 raise ConfigError(
@@ -96,6 +106,7 @@ class Waiting:
         preempted: how often.
         swapped: positions whose pages and slot state lie in host memory; they come back as they
             were, before the step runs.
+        drafts: tokens that a step may verify at most.
         fork: `pages` are those of a running sample of the same request, whose prompt has just been
             launched; its slot's state is copied before the step runs, and only the prompt's last
             token is run again.
@@ -113,6 +124,7 @@ class Waiting:
     keep: int = 0
     preempted: int = 0
     swapped: int = 0
+    drafts: int = 0
     fork: bool = False
 
 
@@ -142,8 +154,10 @@ class Running:
 
     Attributes:
         request: -1 for an empty slot.
-        prompt, limit, priority, preempted, replay, keep, arrival, deadline: as in `Waiting`.
-        computed: positions that were launched.
+        prompt, limit, priority, preempted, replay, keep, drafts: as in `Waiting`.
+        arrival, deadline: likewise.
+        computed: positions that were launched, if all drafts under way are kept.
+        certain: positions that were launched, if none of them is.
         allocated: pages in its table.
         write_from: rows of lower positions write no pages: those came with a hit.
         floor: first position that was run after a hit.
@@ -158,7 +172,9 @@ class Running:
     preempted: np.ndarray
     replay: np.ndarray
     keep: np.ndarray
+    drafts: np.ndarray
     computed: np.ndarray
+    certain: np.ndarray
     allocated: np.ndarray
     write_from: np.ndarray
     floor: np.ndarray
@@ -186,6 +202,12 @@ class Running:
         request[np.asarray(slots, np.int64)] = -1
         return dataclasses.replace(self, request=request)
 
+    def known(self, slot: int, positions: int, counts: Sequence[int]) -> None:
+        """Note, in place, where a decoding slot stands, and the rows of its steps under way."""
+        end = int(self.limit[slot]) - 1
+        self.computed[slot] = min(positions + sum(counts), end)
+        self.certain[slot] = min(positions + len(counts), end)
+
     @property
     def keep_from(self) -> np.ndarray:
         """First position that the decoder's layers run, int32 [slots]."""
@@ -210,6 +232,7 @@ class Running:
             replay=int(self.replay[slot]),
             keep=keep,
             preempted=int(self.preempted[slot]) + 1,
+            drafts=int(self.drafts[slot]),
             swapped=computed if mode == "swap" else 0,
         )
 
@@ -226,6 +249,8 @@ class View:
         allocatable, pending: of the PagePool.
         frees: slot -> `PagePool.frees` of its pages; asked only when a page is missing.
         host_pages: pages that host memory can take from a preempted sequence.
+        budget: (slots that decode, drafts that each can have verified) -> how many are in all; None
+            for all of them.
         aborted: requests whose caller has gone.
     """
 
@@ -238,6 +263,7 @@ class View:
     pending: int
     frees: Callable[[int], int]
     host_pages: int = 0
+    budget: Callable[[np.ndarray, np.ndarray], int] | None = None
     aborted: frozenset[int] = frozenset()
 
 
@@ -248,7 +274,9 @@ class Plan:
     Attributes:
         step: its id.
         bucket: the program's sizes; None when there is nothing to run.
-        slot, start, count: int32 [p]; start is where the host expects a decode part to stand.
+        slot, start, count: int32 [p]; start is where a decode part stands at most, and count how
+            many rows it has at most: one, and its drafts.
+        budget: rows of drafts that the device gives to the decode parts; None for all.
         prefill: bool [p], the host gives the ids. draws: bool [p], a token is drawn at its end.
         updates: int32 [u, 3], new page-table entries: slot, place, page (0 until `place`); those of
             a slot in ascending places.
@@ -270,10 +298,22 @@ class Plan:
     updates: np.ndarray
     fresh: int
     running: Running
+    budget: int | None = None
     admitted: tuple[tuple[int, int], ...] = ()
     preempted: tuple[tuple[int, PreemptionMode], ...] = ()
     refused: tuple[tuple[int, DeepInferError], ...] = ()
     ended: tuple[Ended, ...] = ()
+
+    @property
+    def offset(self) -> np.ndarray:
+        """First row of each part, int32 [p]; of decode parts as if all drafts were verified."""
+        count = self.count
+        before = np.cumsum(count) - count
+        if self.budget is None:
+            return before
+        decode = ~self.prefill
+        saved = int(count[decode].sum() - decode.sum()) - self.budget
+        return np.where(decode, before, before - saved)
 
 
 def place(plan: Plan, pages: Sequence[int]) -> Plan:

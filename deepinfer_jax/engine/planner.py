@@ -25,7 +25,7 @@ also when there is nothing to launch: ends and preemptions stand in it.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -45,6 +45,8 @@ from deepinfer_jax.engine.prefix import hit
 from deepinfer_jax.errors import DeepInferError
 from deepinfer_jax.runner.layout import Bucket
 
+_COPIED = "request", "prompt", "limit", "priority", "preempted", "replay", "keep", "drafts"
+
 
 def admission_order(waiting: Iterable[Waiting], now: float, limits: Limits) -> list[Waiting]:
     """The queue in the order in which it is admitted."""
@@ -61,11 +63,13 @@ def plan(view: View, limits: Limits, buckets: Sequence[Bucket]) -> Plan:
     ended = _ended(view)
     run = view.running.copy()
     run.request[[slot for _, slot, _ in ended if slot is not None]] = -1
-    draft = _Draft(limits, run, run.computed.copy(), run.allocated.copy(), view.allocatable)
+    held, count = run.allocated.copy(), np.zeros_like(run.computed)
+    draft = _Draft(limits, run, run.computed.copy(), held, view.allocatable, count)
     prefill = (run.request >= 0) & (run.computed < run.prompt)
     # A sequence's last token is never run: nothing is launched beyond its limit.
-    decode = (run.request >= 0) & ~prefill & (run.computed < run.limit - 1)
+    decode = (run.request >= 0) & ~prefill & (run.certain < run.limit - 1)
     need = decode & (run.computed >= run.allocated * limits.page)
+    need &= run.computed < run.limit - 1  # beyond its end a sequence has no row
 
     preempted: list[tuple[int, PreemptionMode]] = []
     complete = not need.any() or np.count_nonzero(need) <= draft.spare()
@@ -81,8 +85,10 @@ def plan(view: View, limits: Limits, buckets: Sequence[Bucket]) -> Plan:
                 preempted.append((victim, _mode(view, limits, victim)))
                 draft.pages += view.frees(victim)
                 run.request[victim] = -1
-    run.computed[decode] += 1
     run.allocated[need] += 1
+    draft.decode(decode)
+    if view.budget is not None and decode.any():
+        draft.save(np.flatnonzero(decode), view.budget)
 
     for slot in sorted(np.flatnonzero(prefill).tolist(), key=run.order.__getitem__):
         draft.extend(slot)
@@ -106,6 +112,8 @@ class _Draft:
     Attributes:
         run: the slots after the step.
         start, held: positions and pages before it; an admitted slot has those of its hit.
+        count: rows of each slot, at most.
+        budget: rows of drafts in all; None for all of `count`. saved: rows that are left so.
         pages: that the step may take.
         matched: of admitted slots, the pages of their hits.
     """
@@ -115,12 +123,15 @@ class _Draft:
     start: np.ndarray
     held: np.ndarray
     pages: int
+    count: np.ndarray
+    budget: int | None = None
+    saved: int = 0
     matched: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
         """Rows that are left."""
-        return self.limits.rows - int((self.run.computed - self.start).sum())
+        return self.limits.rows - int(self.count.sum()) + self.saved
 
     @property
     def grown(self) -> np.ndarray:
@@ -140,6 +151,23 @@ class _Draft:
         own = 0 if slot is None else int(owed[slot])
         return max(0, min(left, left - int(owed.sum()) + own))
 
+    def decode(self, slots: np.ndarray) -> None:
+        """A row for each of `slots` bool [slots], and rows for drafts where no page is missing."""
+        run = self.run
+        left = run.limit - 2 - run.certain
+        room = run.allocated * self.limits.page - run.computed - 1
+        drafts = np.clip(np.minimum(np.minimum(run.drafts, left), room), 0, None)
+        self.count[slots] = 1 + drafts[slots]
+        end = np.minimum(run.computed + self.count, run.limit - 1)
+        run.computed[slots] = end[slots]
+        run.certain[slots] += 1
+
+    def save(self, slots: np.ndarray, budget: Callable[[np.ndarray, np.ndarray], int]) -> None:
+        """Let the budget decide how many of the drafts of `slots` int [n] are verified."""
+        drafts = self.count[slots] - 1
+        self.budget = min(budget(slots, drafts), int(drafts.sum()))
+        self.saved = int(drafts.sum()) - self.budget
+
     def extend(self, slot: int) -> bool:
         """Run as much as goes: of a prompt the rest, else one row. Returns whether any did."""
         run, page = self.run, self.limits.page
@@ -149,7 +177,8 @@ class _Draft:
         stop = max(stop, start + 1)
         end = min(stop, start + self.rows, (int(run.allocated[slot]) + room) * page)
         end = max(start, end if end == stop else end - end % 2)
-        run.computed[slot] = end
+        run.computed[slot] = run.certain[slot] = end
+        self.count[slot] = end - start
         run.allocated[slot] = max(int(run.allocated[slot]), self.limits.pages_for(end))
         return end > start
 
@@ -164,17 +193,22 @@ class _Draft:
     def plan(self, step: int, buckets: Sequence[Bucket]) -> Plan:
         """The parts and updates."""
         run, grown = self.run, self.grown
-        active = np.flatnonzero(run.computed > self.start)
+        active = np.flatnonzero(self.count)
         prompt = self.start[active] < run.prompt[active]
         chunks = active[prompt]
         slot = np.concatenate([active[~prompt], chunks[np.argsort(run.order[chunks])]])
-        start, end = self.start[slot], run.computed[slot]
+        start, count = self.start[slot], self.count[slot]
         prefill = start < run.prompt[slot]
+        end = start + count
         run.last[slot] = step
         bucket = None
         if len(slot):
             kept = end - np.clip(run.keep_from[slot], start, end)
-            bucket = fit(buckets, int((end - start).sum()), int(kept.sum()))
+            drafts = int(count[~prefill].max(initial=1)) - 1
+            if self.budget is not None:
+                drafts = min(drafts, self.budget)
+            rows, kept_rows = int(count.sum()) - self.saved, int(kept.sum()) - self.saved
+            bucket = fit(buckets, rows, kept_rows, len(slot), drafts)
 
         # Of a slot the pages of its hit come first, so that its entries stand in order.
         updates = [np.zeros((0, 3), np.int64)]
@@ -189,12 +223,13 @@ class _Draft:
             bucket=bucket,
             slot=slot.astype(np.int32),
             start=start,
-            count=end - start,
+            count=count,
             prefill=prefill,
             draws=end >= run.prompt[slot],
             updates=np.concatenate(updates).astype(np.int32),
             fresh=len(owner),
             running=run,
+            budget=self.budget,
         )
 
 
@@ -279,11 +314,11 @@ def _admit(
         if whole - held + min(w.idle, held) > left:
             break
         slot = free.pop(0)
-        for name in ("request", "prompt", "limit", "priority", "preempted", "replay", "keep"):
+        for name in _COPIED:
             getattr(run, name)[slot] = getattr(w, name)
         run.arrival[slot], run.deadline[slot] = w.arrival, w.deadline
         run.write_from[slot], run.floor[slot] = ahead, floor
-        run.computed[slot] = draft.start[slot] = start
+        run.computed[slot] = run.certain[slot] = draft.start[slot] = start
         run.allocated[slot] = draft.held[slot] = held
         run.order[slot] = run.order.max() + 1
         draft.matched[slot] = w.pages[:held]

@@ -20,6 +20,7 @@ from deepinfer_jax.engine.plan import Limits, Plan, Running, View, Waiting
 from deepinfer_jax.engine.planner import admission_order
 from deepinfer_jax.engine.prefix import Provenance, Reuse, extend_keys, hit
 from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.engine.varlen import Lengths
 from deepinfer_jax.runner.layout import STOP_IDS
 from deepinfer_jax.sampling.philox import split64
 
@@ -128,6 +129,8 @@ class Roster:
             priority=priority,
             replay=0 if self._reuse is None else self._reuse.replay,
             keep=self._keep if p.prompt_logprobs is None else 0,
+            # Where every token is given there is nothing to guess.
+            drafts=self._limits.drafts if p.golden_token_ids is None else 0,
         )
         if deadline < float("inf"):
             heapq.heappush(self._deadlines, (deadline, number))
@@ -143,8 +146,11 @@ class Roster:
         if number in self.sequences:
             self._aborted.add(number)
 
-    def view(self, step: int, retired: int) -> View:
-        """What the plan of step `step` is made from; `retired` is the last step that was read."""
+    def view(self, step: int, retired: int, lengths: Lengths | None = None) -> View:
+        """What the plan of step `step` is made from; `retired` is the last step that was read.
+
+        `lengths` decides how many drafts are verified; None: all.
+        """
         now = time.monotonic()
         over = set(self._aborted)
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -166,6 +172,11 @@ class Roster:
             pending=self.pool.pending,
             frees=lambda slot: self.pool.frees(self.tables[slot]),
             host_pages=self._host_pages - sum(self.swapped.values()),
+            budget=None
+            if lengths is None
+            else lambda slots, drafts: lengths.budget(
+                step, slots, self.running.request[slots], drafts
+            ),
             aborted=frozenset(self._aborted),
         )
 
@@ -283,7 +294,11 @@ class Roster:
         """Offer the pages that a step has filled, whose results were read, to later sequences."""
         if self._reuse is None:
             return
-        full = (plan.start + plan.count) // self._limits.page
+        end = plan.start + plan.count
+        for part in np.flatnonzero(~plan.prefill).tolist():
+            sequence = self.sequences.get(int(plan.running.request[plan.slot[part]]))
+            end[part] = 0 if sequence is None else sequence.length - 1
+        full = end // self._limits.page
         for part in np.flatnonzero(full > self._published[plan.slot]).tolist():
             slot, number = int(plan.slot[part]), int(plan.running.request[plan.slot[part]])
             sequence = self.sequences.get(number)
@@ -300,6 +315,11 @@ class Roster:
                 page = self.tables[slot][place]
                 self.pool.publish(page, keys[place], parent, self._provenance[number])
             self._published[slot] = pages
+
+    def stands(self, number: int, slot: int, counts: list[int]) -> None:
+        """A sequence that decodes got its tokens; steps of `counts` of its rows are under way."""
+        if self.running.request[slot] == number:
+            self.running.known(slot, self.sequences[number].length - 1, counts)
 
     def end(self, number: int) -> None:
         """A sequence has its last token or failed: its slot and pages are free."""

@@ -77,6 +77,7 @@ class Sequence:
         cached: prompt tokens that were not run, because an earlier sequence had.
         score_from: first position whose row is scored against the token after it, when
             `params.prompt_logprobs` is set; rows before it may come from a cache.
+        drafted, accepted: drafts of its tokens that were verified, and that were kept.
         scores: of the prompt's tokens after `score_from`; of several samples, only the first's.
     """
 
@@ -90,6 +91,8 @@ class Sequence:
     leader: "Sequence | None" = None
     number: int = 0
     cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: DeepInferError | None = None
@@ -221,6 +224,8 @@ class Sequence:
             logprobs=logprobs,
             cumulative_logprob=self._logprob_sum if self._logprobs else None,
             seq_seed=self.seed,
+            drafted=self.drafted,
+            accepted=self.accepted,
             reasoning=said.reasoning if self.text.thinks else None,
             tool_calls=said.tool_calls,
         )

@@ -103,9 +103,17 @@ class Places:
 
 
 def _places(
-    params: Params, position: jax.Array, slot: jax.Array, size: int, config: ModelConfig
+    params: Params,
+    position: jax.Array,
+    slot: jax.Array,
+    floor: jax.Array,
+    size: int,
+    config: ModelConfig,
 ) -> Places:
-    """Of blocks whose anchors are at `position` of `slot`, int32 [p], in rings of `size`."""
+    """Of blocks whose anchors are at `position` of `slot`, int32 [p], in rings of `size`.
+
+    The context begins at `floor` int32 [p].
+    """
     width = config.dspark_block_size
     real = (slot >= 0) & (position >= 0)
     ahead = jnp.arange(width, dtype=jnp.int32)
@@ -117,7 +125,7 @@ def _places(
         angles=params.rope_plain[at],
         real=jnp.repeat(real, width),
         ring=jnp.maximum(slot, 0)[:, None] * size + context % size,
-        seen=real[:, None] & (context >= 0),
+        seen=real[:, None] & (context >= jnp.maximum(floor, 0)[:, None]),
         width=width,
     )
 
@@ -170,6 +178,7 @@ def block_of(
     ids: jax.Array,
     position: jax.Array,
     slot: jax.Array,
+    floor: jax.Array,
     *,
     net: Network,
 ) -> tuple[jax.Array, jax.Array]:
@@ -188,7 +197,7 @@ def block_of(
             "Run the whole block and use its first drafts.",
         )
     net = replace(net, config=config)
-    places = _places(params, position, slot, rings.shape[2], config)
+    places = _places(params, position, slot, floor, rings.shape[2], config)
     embedded = params.embed[ids.reshape(-1)].astype(net.arithmetic.dtype)
 
     def run(residual: Residual, step: tuple[Layer, jax.Array]) -> tuple[Residual, None]:
@@ -209,13 +218,14 @@ def block(
     anchor: jax.Array,
     position: jax.Array,
     slot: jax.Array,
+    floor: jax.Array,
     *,
     net: Network,
 ) -> tuple[jax.Array, jax.Array]:
     """One block of each of p parts, always of the trained width g = `dspark_block_size`.
 
     A row sees all rows of its block, later ones too, and the context keys of the positions
-    max(0, P - window) to P - 1, which its slot's rings must hold.
+    max(floor, P - window) to P - 1, which its slot's rings must hold.
 
     Args:
         params: the network, for its embedding, head and rotary table.
@@ -224,6 +234,8 @@ def block(
         anchor: int32 [p], the newest token of each part.
         position: int32 [p], its position P; below 0 marks padding.
         slot: int32 [p], the part's place in the rings; below 0 marks padding.
+        floor: int32 [p], lowest position whose context key may be seen: below it a prefix was
+            taken over or left out, and the rings have a hole.
         net: configuration, arithmetic and kernels.
 
     Returns:
@@ -231,7 +243,7 @@ def block(
         is for position P + k + 1. Those of padding hold nothing of use.
     """
     ids = noised(anchor, net.config)
-    return block_of(params, drafter, rings, ids, position, slot, net=net)
+    return block_of(params, drafter, rings, ids, position, slot, floor, net=net)
 
 
 def markov(

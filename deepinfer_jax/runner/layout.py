@@ -7,6 +7,7 @@ bucket of n rows, p parts and u page updates the int32 array is, in this order,
     parts    [p, len(Part)]      see `Part`
     stops    [p, STOP_IDS]       token ids that end a sequence, -1 where there is none
     updates  [u, 3]              new page-table entries: (slot, place in the table, page)
+    budget   [1]                 rows of drafts that the step verifies, -1 for all that are offered
 
 and the float32 array [p, 2]: temperature and top_p of each part. No JAX here: the planner's half.
 """
@@ -23,8 +24,10 @@ STOP_IDS = 8
 class Part(IntEnum):
     """Columns of a part: the rows of one sequence in a step.
 
-    SLOT: -1 for no part. OFFSET: its first row. COUNT: its rows. START: position of its first row,
-    read for prompts only; a decode part goes on where its sequence stands. FLAGS: see `Flag`.
+    SLOT: -1 for no part. OFFSET: its first row, read for prompts only: those of others follow from
+    what is verified, which the device decides. COUNT: its rows; of a part that decodes, at most.
+    START: position of its first row, read for prompts only; a decode part goes on where its
+    sequence stands. FLAGS: see `Flag`.
     TOP_K, SEED_LOW, SEED_HIGH: of its draw. LIMIT: tokens, prompt included, that end it.
     WRITE_FROM, FLOOR: see `model.cache.Rows`. KEEP_FROM: first position that the decoder's layers
     run and their lowest window key. FORCED: the token that is written in place of a draw, or -1.
@@ -63,20 +66,32 @@ class Bucket:
     Attributes:
         rows: of the step; decoder_rows: of them that the decoder's layers run at most.
         parts: sequences. updates: page-table entries.
+        drafts: tokens that a sequence can have verified at most.
     """
 
     rows: int
     decoder_rows: int
     parts: int
     updates: int
+    drafts: int = 0
 
     @property
     def ints(self) -> int:
         """Length of the int32 array."""
-        return self.rows + self.parts * (len(Part) + STOP_IDS) + self.updates * 3
+        return self.rows + self.parts * (len(Part) + STOP_IDS) + self.updates * 3 + 1
 
-    def split(self, flat: Any) -> tuple[Any, Any, Any, Any]:
-        """ids [n], parts [p, .], stops [p, .], updates [u, 3].
+    @property
+    def width(self) -> int:
+        """Tokens that a sequence can get in one step at most."""
+        return 1 + self.drafts
+
+    @property
+    def draws(self) -> int:
+        """Rows after which a token is drawn, at most."""
+        return min(self.rows, self.parts * self.width)
+
+    def split(self, flat: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """ids [n], parts [p, .], stops [p, .], updates [u, 3], budget [1].
 
         Of a NumPy array they are views, of a traced one slices.
         """
@@ -86,15 +101,16 @@ class Bucket:
             flat[: self.rows],
             flat[slice(*parts)].reshape(self.parts, len(Part)),
             flat[slice(*stops)].reshape(self.parts, STOP_IDS),
-            flat[stops[1] :].reshape(self.updates, 3),
+            flat[stops[1] : -1].reshape(self.updates, 3),
+            flat[-1:],
         )
 
     def empty(self) -> tuple[np.ndarray, np.ndarray]:
         """Both arrays of a step that does nothing."""
         ints: Any = np.zeros(self.ints, np.int32)
-        _, parts, stops, updates = self.split(ints)
+        _, parts, stops, updates, budget = self.split(ints)
         parts[:, [Part.SLOT, Part.TOP_K, Part.FORCED, Part.SCORE_FROM, Part.NEXT]] = -1
-        stops[:], updates[:, 0] = -1, -1
+        stops[:], updates[:, 0], budget[:] = -1, -1, -1
         floats = np.zeros((self.parts, 2), np.float32)
         floats[:, 1] = 1.0
         return ints, floats

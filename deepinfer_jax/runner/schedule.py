@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from deepinfer_jax.model.cache import Cache, Rows
 from deepinfer_jax.model.transformer import Kept
 from deepinfer_jax.runner.layout import Bucket, Flag, Part
+from deepinfer_jax.sampling.lengths import split, survival
 from deepinfer_jax.sampling.sampler import RowParams
 
 _NOWHERE = jnp.iinfo(jnp.int32).max  # an index that a scatter drops
@@ -28,12 +29,31 @@ class EngineState:
         token: int32 [slots], the last token of each sequence, whose row comes next.
         length: int32 [slots], positions that are in the caches.
         done: bool [slots], the last token ended the sequence: its rows in later steps do nothing.
+        drafts: proposed for the tokens after the last, or None without a drafter.
     """
 
     cache: Cache
     token: jax.Array
     length: jax.Array
     done: jax.Array
+    drafts: "Drafts | None" = None
+
+
+@flax.struct.dataclass
+class Drafts:
+    """What each slot's drafter proposed last; g tokens.
+
+    Attributes:
+        token: int32 [slots, g], -1 where nothing was proposed.
+        confidence: float32 [slots, g], estimated probability that a draft is kept if those before
+            it are.
+        logprobs: float32 [slots, g, v], what the drafts were drawn from; None where verification
+            does not ask.
+    """
+
+    token: jax.Array
+    confidence: jax.Array
+    logprobs: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -52,14 +72,19 @@ class StepInput:
 
 
 class Scheduled(NamedTuple):
-    """A step as the forward and the sampler take it; p parts.
+    """A step as the forward and the sampler take it; p parts, w tokens of one at most, d draws.
 
     Attributes:
         rows: [n]. kept: the decoder's rows, None for all.
-        take: int32 [p], the part's last row among those that leave the last layer.
-        draw: how its token is drawn. forced: int32 [p], -1 for none.
+        take: int32 [d], rows after which a token is drawn, among those that leave the last layer:
+            of a prompt the last, else all; those of a part together.
+        draw: how each of the d tokens is drawn. forced: int32 [d], -1 for none.
+        at: int32 [p, w], the part's draws; those from `drawn` int32 [p] on are not its own.
+        drafts: int32 [p, w - 1], what is verified, -1 for nothing.
         slot: int32 [p], impossible where nothing may be written.
-        end: int32 [p], positions in the caches after the step.
+        end: int32 [p], positions in the caches after the part's first draw.
+        floor: int32 [p], lowest position of which the decoder's layers hold window keys.
+        last: int32 [p], positions after the step if every draft is kept.
         draws: bool [p], a token of this part counts. limit: int32 [p]. stops: int32 [p, s].
         owner: int32 [n], the part of each row; padding has one too.
         target: int32 [n], the token that a row is scored against, -1 for none.
@@ -70,8 +95,13 @@ class Scheduled(NamedTuple):
     take: jax.Array
     draw: RowParams
     forced: jax.Array
+    at: jax.Array
+    drawn: jax.Array
+    drafts: jax.Array
     slot: jax.Array
     end: jax.Array
+    floor: jax.Array
+    last: jax.Array
     draws: jax.Array
     limit: jax.Array
     stops: jax.Array
@@ -79,9 +109,25 @@ class Scheduled(NamedTuple):
     target: jax.Array
 
 
+@flax.struct.dataclass
+class Emitted:
+    """What the parts of a step give away; p parts, w tokens at most.
+
+    Attributes:
+        count: int32 [p], tokens; 0 where none counts.
+        accepted: int32 [p], drafts that were kept. offered: int32 [p], that were verified.
+        ended: bool [p], the last token ended the sequence as far as the device can tell.
+    """
+
+    count: jax.Array
+    accepted: jax.Array
+    offered: jax.Array
+    ended: jax.Array
+
+
 def with_pages(cache: Cache, inputs: StepInput, bucket: Bucket) -> Cache:
     """The caches with the step's new page-table entries."""
-    _, _, _, updates = bucket.split(inputs.ints)
+    _, _, _, updates, _ = bucket.split(inputs.ints)
     slot = jnp.where(updates[:, 0] < 0, _NOWHERE, updates[:, 0])
     return replace(cache, table=cache.table.at[slot, updates[:, 1]].set(updates[:, 2], mode="drop"))
 
@@ -101,6 +147,7 @@ def derive(
     *,
     truncate: bool = False,
     first_exact: bool = False,
+    varlen: bool = False,
 ) -> Scheduled:
     """The rows, the draws and the stop conditions of a step.
 
@@ -112,15 +159,35 @@ def derive(
             has fewer decoder rows than rows, they run the kept rows alone, else all rows, of which
             those before leave no window keys.
         first_exact: see `model.transformer.Kept`.
+        varlen: the plan's budget of rows goes to the drafts that are likeliest to be kept.
     """
-    ids, part, stops, _ = bucket.split(inputs.ints)
+    ids, part, stops, _, budget = bucket.split(inputs.ints)
     column = {field: part[:, field] for field in Part}
     known = column[Part.SLOT] >= 0
     slot = jnp.maximum(column[Part.SLOT], 0)
     prompt = (column[Part.FLAGS] & Flag.PROMPT) > 0
     alive = known & (prompt | ~state.done[slot])
     start = jnp.where(prompt, column[Part.START], state.length[slot])
-    offset, count = column[Part.OFFSET], jnp.where(known, column[Part.COUNT], 0)
+    count = jnp.where(known, column[Part.COUNT], 0)
+    proposed = jnp.zeros((bucket.parts, 0), jnp.int32)
+    if bucket.drafts:
+        assert state.drafts is not None, "a bucket with drafts, and a state without"
+        proposed = state.drafts.token[slot, : bucket.drafts]
+        # The host knows a decode part's beginning at best as a bound.
+        room = jnp.maximum(column[Part.LIMIT] - 1 - start, 1)
+        count = jnp.where(prompt, count, jnp.minimum(count, room))
+        if varlen:
+            sure = survival(state.drafts.confidence[slot, : bucket.drafts])
+            decodes = known & ~prompt
+            total = jnp.where(budget[0] < 0, bucket.rows, budget[0])
+            total += decodes.sum(dtype=jnp.int32)
+            offered = jnp.where(decodes, jnp.where(alive, count - 1, 0), -1)
+            count = jnp.where(prompt, count, split(sure, offered, total))
+        place = jnp.arange(bucket.drafts, dtype=jnp.int32)
+        verified = ~prompt[:, None] & (place < count[:, None] - 1)
+        proposed = jnp.where(verified, proposed, -1)
+    own = jnp.where(prompt, 0, count)
+    offset = jnp.where(prompt, column[Part.OFFSET], jnp.cumsum(own) - own)
     # Parts that are not there come last; behind all others, so that the search stays sorted.
     offset = jnp.where(known, offset, bucket.rows)
     end = start + count
@@ -128,9 +195,14 @@ def derive(
     owner, real = _owner(offset, count, bucket.rows)
     real &= alive[owner]
     row = jnp.arange(bucket.rows, dtype=jnp.int32)
-    position = jnp.where(real, start[owner] + row - offset[owner], -1)
+    within = row - offset[owner]
+    position = jnp.where(real, start[owner] + within, -1)
+    going_on = state.token[slot][owner]
+    if bucket.drafts:
+        at = jnp.clip(within - 1, 0, bucket.drafts - 1)
+        going_on = jnp.where(within > 0, jnp.maximum(proposed[owner, at], 0), going_on)
     rows = Rows(
-        ids=jnp.where(prompt[owner], ids, state.token[slot][owner]),
+        ids=jnp.where(prompt[owner], ids, going_on),
         position=position,
         slot=slot[owner],
         start=start[owner],
@@ -149,22 +221,34 @@ def derive(
     )
     score_from = column[Part.SCORE_FROM][owner]
     scored = real & prompt[owner] & (score_from >= 0) & (position >= score_from)
+
+    drawn = jnp.where(prompt, jnp.minimum(count, 1), count)
+    first = jnp.cumsum(drawn) - drawn
+    of, _ = _owner(first, drawn, bucket.draws)
+    back = drawn[of] - 1 - (jnp.arange(bucket.draws, dtype=jnp.int32) - first[of])
     # A decode part's place in the caches is only known here, so its draw is placed here too.
     draw = RowParams(
-        temperature=inputs.floats[:, 0],
-        top_p=inputs.floats[:, 1],
-        top_k=column[Part.TOP_K],
-        seed=jnp.stack([column[Part.SEED_LOW], column[Part.SEED_HIGH]], -1).view(jnp.uint32),
-        position=end,
+        temperature=inputs.floats[:, 0][of],
+        top_p=inputs.floats[:, 1][of],
+        top_k=column[Part.TOP_K][of],
+        seed=jnp.stack([column[Part.SEED_LOW], column[Part.SEED_HIGH]], -1).view(jnp.uint32)[of],
+        position=end[of] - back,
     )
     return Scheduled(
         rows=rows,
         kept=kept,
-        take=jnp.maximum(last, 0),
+        take=jnp.maximum(last[of] - back, 0),
         draw=draw,
-        forced=column[Part.FORCED],
+        forced=column[Part.FORCED][of],
+        at=jnp.minimum(
+            first[:, None] + jnp.arange(bucket.width, dtype=jnp.int32), bucket.draws - 1
+        ),
+        drawn=drawn,
+        drafts=proposed,
         slot=jnp.where(alive, slot, _NOWHERE),
-        end=end,
+        end=end - drawn + 1,
+        floor=jnp.maximum(column[Part.FLOOR], column[Part.KEEP_FROM] if truncate else 0),
+        last=end,
         draws=alive & ((column[Part.FLAGS] & Flag.DRAWS) > 0),
         limit=column[Part.LIMIT],
         stops=stops,
@@ -202,21 +286,43 @@ def _kept(
     return Kept(index, chosen), begin + number - 1
 
 
-def committed(
-    state: EngineState, cache: Cache, step: Scheduled, token: jax.Array, bad: jax.Array
-) -> tuple[EngineState, jax.Array]:
-    """The state after a step whose parts drew `token` int32 [p], and who ended, bool [p].
+def emit(step: Scheduled, token: jax.Array, bad: jax.Array, accepted: jax.Array) -> Emitted:
+    """How many of a part's tokens count: those after the drafts that were kept, up to an end.
 
-    `bad` bool [p]: nothing could be drawn.
+    Args:
+        step: the scheduled step.
+        token: int32 [p, w], what was drawn. bad: bool [p, w], nothing could be drawn.
+        accepted: int32 [p], drafts of each part that verification kept.
     """
-    stop = (token[:, None] == step.stops).any(-1) | bad
-    stop |= step.end + 1 >= step.limit
-    ended = step.draws & stop
-    drawn = jnp.where(step.draws, step.slot, _NOWHERE)
-    state = EngineState(
-        cache=cache,
-        token=state.token.at[drawn].set(token, mode="drop"),
-        length=state.length.at[step.slot].set(step.end, mode="drop"),
-        done=state.done.at[step.slot].set(ended, mode="drop"),
+    place = jnp.arange(token.shape[1], dtype=jnp.int32)
+    stop = (token[:, :, None] == step.stops[:, None]).any(-1) | bad
+    stop |= step.end[:, None] + place + 1 >= step.limit[:, None]
+    stop &= place <= accepted[:, None]
+    until = jnp.where(stop.any(-1), jnp.argmax(stop, -1).astype(jnp.int32), accepted)
+    return Emitted(
+        count=jnp.where(step.draws, until + 1, 0),
+        accepted=jnp.where(step.draws, until, 0),
+        offered=jnp.where(step.draws, step.drawn - 1, 0),
+        ended=step.draws & stop.any(-1),
     )
-    return state, ended
+
+
+def committed(
+    state: EngineState, cache: Cache, step: Scheduled, token: jax.Array, emitted: Emitted
+) -> EngineState:
+    """The state after a step that drew `token` int32 [p, w], of which `emitted` counts.
+
+    Rows of drafts that were not kept stay in the caches behind the length, where nothing reads
+    them before they are written again.
+    """
+    ahead = jnp.maximum(emitted.count - 1, 0)
+    last = jnp.take_along_axis(token, ahead[:, None], 1)[:, 0]
+    drawn = jnp.where(step.draws, step.slot, _NOWHERE)
+    length = jnp.where(step.draws, step.end + ahead, step.last)
+    return replace(
+        state,
+        cache=cache,
+        token=state.token.at[drawn].set(last, mode="drop"),
+        length=state.length.at[step.slot].set(length, mode="drop"),
+        done=state.done.at[step.slot].set(emitted.ended, mode="drop"),
+    )

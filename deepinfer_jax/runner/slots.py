@@ -77,7 +77,11 @@ def put(state: EngineState, held: Held, slot: jax.Array, pages: jax.Array) -> En
         (cache.window, cache.draft),
         (held.window, held.draft),
     )
-    return EngineState(
+    drafts = state.drafts
+    if drafts is not None:  # those of the slot were another sequence's
+        drafts = replace(drafts, token=drafts.token.at[slot].set(-1))
+    return replace(
+        state,
         cache=replace(
             cache,
             window=window,
@@ -88,4 +92,5 @@ def put(state: EngineState, held: Held, slot: jax.Array, pages: jax.Array) -> En
         token=state.token.at[slot].set(held.token),
         length=state.length.at[slot].set(held.length),
         done=state.done.at[slot].set(False),
+        drafts=drafts,
     )

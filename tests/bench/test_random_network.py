@@ -79,9 +79,12 @@ class Trivial(Programs):
         def drawn(token, ints):
             work = jnp.tanh(ints.astype(jnp.float32)[:, None] * jnp.ones((1, 500))).sum()
             kept = (token + work.astype(jnp.int32) * 0).at[0].add(1)
-            ids, odds, no = jnp.full(p, 5, jnp.int32), jnp.zeros(p), jnp.zeros(p, bool)
-            draw = Draw(ids, odds, odds, ids, no)
-            return kept, StepOutput(draw, jnp.zeros((p, 0), jnp.int32), jnp.zeros((p, 0)), no)
+            ids, odds, no = jnp.full((p, 1), 5, jnp.int32), jnp.zeros((p, 1)), jnp.zeros(p, bool)
+            draw = Draw(ids, odds, odds, ids, no[:, None])
+            top, none = jnp.zeros((p, 1, 0)), jnp.zeros(p, jnp.int32)
+            return kept, StepOutput(
+                draw, top.astype(jnp.int32), top, none + 1, top[:, 0], none, none, no
+            )
 
         program = compiled(drawn)
 

@@ -78,7 +78,7 @@ def test_a_plan_is_written_field_by_field():
     ints, floats = pack(made, draws, prompts, forced, score_from)
     assert made.bucket == Bucket(16, 7, 5, 20)
     assert ints.dtype == np.int32 and ints.shape == (made.bucket.ints,)
-    ids, parts, stops, updates = made.bucket.split(ints)
+    ids, parts, stops, updates, _ = made.bucket.split(ints)
     assert ids.tolist() == [0, 0, *range(108, 120), 208, 209]
     field = {f: parts[:, f].tolist() for f in Part}
     assert field[Part.SLOT] == [0, 2, 3, 1, -1]

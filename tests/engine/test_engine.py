@@ -272,7 +272,7 @@ def test_a_recorded_step_runs_again_to_the_bit(llm, tmp_path):
         assert first_difference(found, llm.replay(found)) is None
         # Another seed draws another token, and another last token writes another cache.
         inputs = {name: array.copy() for name, array in found.inputs.items()}
-        _, parts, _, _ = found.key.bucket.split(inputs["ints"])
+        _, parts, *_ = found.key.bucket.split(inputs["ints"])
         parts[:, Part.SEED_LOW] ^= 1
         differs = first_difference(found, llm.replay(dataclasses.replace(found, inputs=inputs)))
         assert differs is not None and differs.leaf == "outputs.draw.token"

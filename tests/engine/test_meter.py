@@ -32,6 +32,8 @@ def test_figures_count_from_the_start_and_measure_from_the_line_before():
         wait_s=1.5,
         compile_s=2.0,
         preempted=3,
+        drafted=40,
+        accepted=25,
     )
     now = of(later, running=1, waiting=0)
     assert figures(start, before, now, 2.0) == {
@@ -51,6 +53,8 @@ def test_figures_count_from_the_start_and_measure_from_the_line_before():
         "wait_share": 0.75,
         "host_us_per_step": 50000.0,
         "preempted": 2,
+        "drafted": 40,
+        "accepted": 25,
         "compiled": 5,
         "compile_s": 2.0,
         "late_compiles": 1,

@@ -42,7 +42,7 @@ def test_a_step_runs_again_to_the_bit(deepinfer, opened, recorded):
     found = json.loads(out)
     assert (code, found["identical"], found["difference"], found["forced"]) == (0, True, None, [])
     assert (found["file"], found["step"], found["rows"]) == ("step-3.npz", 3, 1)
-    assert found["outputs"] == 8 and found["state_leaves"] > 8
+    assert found["outputs"] == 12 and found["state_leaves"] > 8
 
 
 def test_the_engine_is_opened_as_it_was_recorded(deepinfer, opened, recorded, tiny_llm):
@@ -68,18 +68,18 @@ def test_every_field_of_an_engine_is_asked_for_again():
 def test_the_first_difference_is_named_with_both_values(deepinfer, opened, recorded):
     path = recorded / "step-3.npz"
     outputs = {name: array.copy() for name, array in read_record(path).outputs.items()}
-    was = int(outputs["draw.token"][0])
-    outputs["draw.token"][0] += 1
+    was = int(outputs["draw.token"][0, 0])
+    outputs["draw.token"][0, 0] += 1
     changed(path, outputs=outputs)
     code, out, _ = deepinfer("replay", str(path), "--quiet")
     assert code == 1
     assert out == (
-        "first difference: step 3, 1 rows, outputs.draw.token at [0]: "
+        "first difference: step 3, 1 rows, outputs.draw.token at [0, 0]: "
         f"recorded {was + 1} (0x{was + 1:08x}), here {was} (0x{was:08x})\n"
     )
     _, out, _ = deepinfer("replay", str(path), "--quiet", "--json")
     found = json.loads(out)["difference"]
-    assert (found["leaf"], found["index"]) == ("outputs.draw.token", [0])
+    assert (found["leaf"], found["index"]) == ("outputs.draw.token", [0, 0])
 
 
 def test_another_cache_after_the_step_is_a_difference(deepinfer, opened, recorded):

@@ -30,7 +30,8 @@ DECODES = ("p3_t24", "p40_t64", "p280_t300")
 
 def drafted(params, rings, anchor, position, slot, *, net):
     """A block and its greedy drafts: z, base logits, ids [p, 1 + g], logits and confidence."""
-    z, base = block(params, params.drafter, rings, anchor, position, slot, net=net)
+    floor = jnp.zeros_like(position)
+    z, base = block(params, params.drafter, rings, anchor, position, slot, floor, net=net)
 
     def draw(previous, place):
         logits, confidence = markov(params.drafter, *place, previous, net=net)
@@ -227,9 +228,9 @@ def rings(f32):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def z_of(drafting, rings, ids, position=30, slot=1):
+def z_of(drafting, rings, ids, position=30, slot=1, floor=0):
     ids = np.tile(np.asarray(ids, np.int32), (PARTS, 1))
-    places = np.full(PARTS, position, np.int32), np.full(PARTS, slot, np.int32)
+    places = (np.full(PARTS, value, np.int32) for value in (position, slot, floor))
     return np.asarray(drafting.block_of(drafting.params, rings, ids, *places)[0][0])
 
 
@@ -243,25 +244,26 @@ def test_every_row_of_a_block_sees_every_other(f32, rings):
         assert (np.abs(z_of(f32, rings, other) - before).max(-1) > 1e-4).all(), changed
 
 
-@pytest.mark.parametrize("position", [30, 3])
-def test_a_block_sees_the_window_before_its_anchor_and_nothing_else(f32, rings, position):
+@pytest.mark.parametrize(("position", "floor"), [(30, 0), (3, 0), (30, 25)])
+def test_a_block_sees_the_window_before_its_anchor_and_nothing_else(f32, rings, position, floor):
     ids, size = [7, 499, 499, 499, 499], rings.shape[2]
-    seen = range(max(0, position - f32.net.config.sliding_window), position)
-    before = z_of(f32, rings, ids, position)
+    seen = range(max(floor, position - f32.net.config.sliding_window), position)
+    before = z_of(f32, rings, ids, position, floor=floor)
     hidden = np.full_like(rings, np.nan)
     for t in seen:
         hidden[:, 1, t % size] = rings[:, 1, t % size]
-    assert_same_bits(z_of(f32, hidden, ids, position), before)
+    assert_same_bits(z_of(f32, hidden, ids, position, floor=floor), before)
     for t in (seen[0], seen[-1]):
         for stage in range(3):
             other = rings.copy()
             other[stage, 1, t % size] += 1
-            assert (np.abs(z_of(f32, other, ids, position) - before).max(-1) > 1e-5).all()
+            changed = z_of(f32, other, ids, position, floor=floor)
+            assert (np.abs(changed - before).max(-1) > 1e-5).all()
 
 
 def test_a_block_of_another_width_is_refused(f32, rings):
     with pytest.raises(ConfigError) as caught:
-        f32.block_of(f32.params, rings, *(np.zeros(s, np.int32) for s in ((2, 4), 2, 2)))
+        f32.block_of(f32.params, rings, *(np.zeros(s, np.int32) for s in ((2, 4), 2, 2, 2)))
     assert str(caught.value) == (
         "A draft block of 4 tokens was asked for; the drafter's has 5. All rows of a block see "
         "each other, so a block of another width is one that the drafter was never trained on. "
@@ -299,7 +301,7 @@ def test_padding_is_routed_to_no_expert_and_what_it_holds_is_not_seen(f32, rings
     net = replace(f32.net, ops=replace(ops, kernels=kernels))
     anchor, position, slot = np.asarray([LIVE[0], (5, -1, 1), LIVE[1]], np.int32).T
     run = jax.jit(lambda p, *given: block(p, p.drafter, *given, net=net))
-    z, base = run(f32.params, rings, anchor, position, slot)
+    z, base = run(f32.params, rings, anchor, position, slot, np.zeros_like(slot))
     assert np.isfinite(z[::2]).all() and np.isfinite(base[::2]).all()
     assert np.isnan(z[1]).all()
 

@@ -121,8 +121,8 @@ def test_the_release_step_gives_back_a_cache_of_the_same_shapes_and_one_token_a_
     new_state, out = jax.tree.unflatten(structure, lowered.out_info)
     same = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, new_state, state)
     assert all(jax.tree.leaves(same))
-    assert out.draw.token.shape == (TAKEN,) and out.draw.token.dtype == jnp.int32
-    assert out.top_ids.shape == (TAKEN, 0)
+    assert out.draw.token.shape == (TAKEN, 1) and out.draw.token.dtype == jnp.int32
+    assert out.top_ids.shape == (TAKEN, 1, 0)
 
 
 def test_every_argument_and_result_has_its_sharding_written_down(release, mesh):

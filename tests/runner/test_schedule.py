@@ -10,7 +10,7 @@ from golden_network import golden_network, load
 
 from deepinfer_jax.model.transformer import forward, unembed
 from deepinfer_jax.runner.layout import Bucket, Flag, Part
-from deepinfer_jax.runner.schedule import StepInput, committed, derive, with_pages
+from deepinfer_jax.runner.schedule import StepInput, committed, derive, emit, with_pages
 from deepinfer_jax.runner.step import init_state
 
 ROWS, SLOTS, PAGES = 32, 3, 9
@@ -19,7 +19,7 @@ ROWS, SLOTS, PAGES = 32, 3, 9
 def plan(bucket, *parts, updates=()):
     """A `StepInput` of parts given as dictionaries: column name -> value, and `ids`."""
     ints, floats = bucket.empty()
-    ids, columns, stops, pages = bucket.split(ints)
+    ids, columns, stops, pages, _ = bucket.split(ints)
     at = 0
     for i, part in enumerate(parts):
         tokens = part.pop("ids", None)
@@ -53,6 +53,14 @@ def state(network):
 BUCKET = Bucket(rows=8, decoder_rows=8, parts=4, updates=5)
 
 
+def after_drawing(state, made, token, bad=()):
+    """The state after every row drew `token`, with nothing accepted, and who ended."""
+    tokens = jnp.full(made.at.shape, token, jnp.int32)
+    broken = jnp.isin(made.at, jnp.asarray(bad, jnp.int32))
+    emitted = emit(made, tokens, broken, jnp.zeros(made.slot.shape[0], jnp.int32))
+    return committed(state, state.cache, made, tokens, emitted), emitted.ended
+
+
 def test_rows_follow_from_the_plan_and_the_state(state):
     state = state.replace(
         token=jnp.asarray([70, 80, 90], jnp.int32), length=jnp.asarray([5, 6, 7], jnp.int32)
@@ -82,9 +90,7 @@ def test_a_sequence_that_has_ended_runs_no_rows_and_changes_nothing(state):
     made = derive(state, given, BUCKET)
     assert np.asarray(made.rows.position)[:4].tolist() == [0, -1, 0, -1]
     assert np.asarray(made.draws).tolist() == [True, False, True, False]
-    after, ended = committed(
-        state, state.cache, made, jnp.full(4, 5, jnp.int32), jnp.zeros(4, bool)
-    )
+    after, ended = after_drawing(state, made, 5)
     assert np.asarray(after.token).tolist() == [5, 0, 5]
     assert np.asarray(after.length).tolist() == [1, 0, 1]
     assert np.asarray(after.done).tolist() == [False, True, False]
@@ -99,15 +105,13 @@ def test_the_device_sees_stop_ids_limits_and_undrawable_rows(state):
         {"slot": 2, "ids": [1, 2], "flags": Flag(0), "stops": [5]},
     )
     made = derive(state, given, BUCKET)
-    token, bad = jnp.full(4, 5, jnp.int32), jnp.asarray([False] * 4)
-    after, ended = committed(state, state.cache, made, token, bad)
+    after, ended = after_drawing(state, made, 5)
     # The third part draws nothing, so what its last row would draw ends nothing.
     assert np.asarray(ended).tolist() == [True, True, False, False]
     assert np.asarray(after.done).tolist() == [True, True, False]
     assert np.asarray(after.length).tolist() == [1, 1, 2]
-    bad = jnp.asarray([False, False, False, False]).at[1].set(True)
     given = plan(BUCKET, {"slot": 0}, {"slot": 1})
-    _, ended = committed(state, state.cache, derive(state, given, BUCKET), token, bad)
+    _, ended = after_drawing(state, derive(state, given, BUCKET), 5, bad=[1])
     assert np.asarray(ended).tolist() == [False, True, False, False]
 
 
@@ -132,8 +136,7 @@ def prefill(network, ids, *, chunk, keep, decoder_rows, first_exact):
         plan = derive(state, inputs, bucket, truncate=True, first_exact=first_exact)
         cache = with_pages(state.cache, inputs, bucket)
         out = forward(params, cache, plan.rows, kept=plan.kept, net=network.network)
-        token, bad = jnp.zeros(2, jnp.int32), jnp.zeros(2, bool)
-        state, _ = committed(state, out.cache, plan, token, bad)
+        state, _ = after_drawing(state.replace(cache=out.cache), plan, 0)
         shown = {n: out.trace[n] for n in ("L6.stream", "L7.stream")}
         shown["logits"] = unembed(params, out.hidden, network.network)
         return state, plan.kept.rows.position, shown

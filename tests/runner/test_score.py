@@ -99,7 +99,7 @@ def test_scores_of_kept_rows_stand_at_their_places_in_the_step(network):
 
 def plan(bucket, *parts):
     ints, floats = bucket.empty()
-    ids, columns, _, _ = bucket.split(ints)
+    ids, columns, *_ = bucket.split(ints)
     at = 0
     for i, part in enumerate(parts):
         tokens = part.pop("ids", [0])

@@ -33,8 +33,9 @@ def test_a_step_returns_a_token_and_the_top_of_each_part(network, draw, logprobs
     options = StepOptions(draw=draw, logprobs=logprobs, top=4)
     run = partial(step, net=network.network, bucket=bucket, options=options)
     after, out = jax.eval_shape(run, network.params, state, StepInput(*bucket.empty()))
-    assert out.draw.token.shape == out.draw.raw_logprob.shape == out.ended.shape == (2,)
-    assert (out.top_ids.shape, out.top_logprobs.shape) == ((2, 4), (2, 4))
+    assert out.draw.token.shape == out.draw.raw_logprob.shape == (2, 1)
+    assert out.emitted.shape == out.ended.shape == (2,)
+    assert (out.top_ids.shape, out.top_logprobs.shape) == ((2, 1, 4), (2, 1, 4))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), state
     )

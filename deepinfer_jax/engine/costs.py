@@ -1,0 +1,64 @@
+"""What decode steps of each size take, measured on the engine's own programs."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.engine.step_times import StepTimes
+from deepinfer_jax.engine.varlen import decode_sizes
+from deepinfer_jax.runner.cost_file import Identity, kept_or_measured
+from deepinfer_jax.runner.layout import Bucket, Flag, Part
+
+Run = Callable[[Bucket, np.ndarray, np.ndarray], Any]
+"""Runs the program of a bucket on the packed arrays and returns when it has ended."""
+
+
+def full_step(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of a step in which every row is a real one: one draft more for the first parts."""
+    ints, floats = bucket.empty()
+    _, parts, _, _, _ = bucket.split(ints)
+    number = np.arange(bucket.parts)
+    parts[:, Part.SLOT] = number
+    parts[:, Part.COUNT] = bucket.rows // bucket.parts + (number < bucket.rows % bucket.parts)
+    parts[:, Part.FLAGS] = Flag.DRAWS
+    parts[:, Part.LIMIT] = np.iinfo(np.int32).max
+    return ints, floats
+
+
+def step_times(
+    buckets: Sequence[Bucket],
+    run: Run,
+    *,
+    folder: Path | None,
+    identity: Identity,
+    ttl_s: float,
+) -> dict[int, StepTimes]:
+    """Sequences -> what steps take in which at most so many decode; from `folder` or measured now.
+
+    Args:
+        buckets: of the engine.
+        run: runs one of their programs.
+        folder, identity, ttl_s: see `runner.cost_file.kept_or_measured`.
+    """
+    found = {}
+    for sequences in sorted({b.parts for b in buckets}):
+        sizes = {b.rows: b for b in decode_sizes(buckets, sequences)}
+
+        def time_step(rows: int, sizes: dict[int, Bucket] = sizes) -> float:
+            arrays = full_step(sizes[rows])
+            before = time.perf_counter()
+            run(sizes[rows], *arrays)
+            return 1e3 * (time.perf_counter() - before)
+
+        table = kept_or_measured(
+            sizes,
+            time_step,
+            folder=folder,
+            identity={**identity, "sequences": sequences},
+            ttl_s=ttl_s,
+        )
+        found[sequences] = StepTimes(table)
+    return found

@@ -1,0 +1,34 @@
+"""What a step drew, brought to its sequences."""
+
+from typing import Any
+
+from deepinfer_jax.engine.sequence import Sequence, not_finite
+
+
+def take_tokens(sequence: Sequence, out: Any, part: int, *, raw: bool, eos: int, limit: int) -> int:
+    """Give a sequence the tokens of its part of a collected `StepOutput`; returns how many.
+
+    Args:
+        sequence: it takes none after its end, of which the host knows more than the device.
+        out: on the host.
+        part: of the step.
+        raw: its log-probs are those of temperature 1, unfiltered.
+        eos: the end-of-sequence id.
+        limit: longest sequence in tokens.
+    """
+    chosen = out.draw.raw_logprob if raw else out.draw.processed_logprob
+    sequence.drafted += int(out.offered[part])
+    sequence.accepted += int(out.accepted[part])
+    count, taken = sequence.params.logprobs, 0
+    for place in range(int(out.emitted[part])):
+        if sequence.finished:
+            break
+        if out.draw.bad[part, place]:
+            sequence.fail(not_finite(sequence.length))
+            break
+        if count is not None:
+            ids, tops = out.top_ids[part, place], out.top_logprobs[part, place]
+            sequence.record(float(chosen[part, place]), ids[:count], tops[:count])
+        sequence.append(int(out.draw.token[part, place]), eos=eos, limit=limit)
+        taken += 1
+    return taken

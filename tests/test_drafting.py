@@ -1,0 +1,72 @@
+"""How many drafts a run takes, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from short_llm import shorter_config, write_short_model
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.drafting import Drafting, drafting_of
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.settings import EngineConfig
+
+CONFIG = ModelConfig.from_dict(shorter_config())
+
+
+@pytest.fixture(scope="module")
+def with_drafter(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("with") / "model"
+    return write_short_model(folder, shorter_config(), drafter=True)
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory) -> Path:
+    return write_short_model(tmp_path_factory.mktemp("without") / "model", shorter_config())
+
+
+def test_the_block_is_drafted_where_the_choice_is_the_engine_s(with_drafter, without):
+    asked = EngineConfig(nextn=None)
+    assert drafting_of(asked, CONFIG, with_drafter) == Drafting(5, (1.0,) * 5)
+    assert drafting_of(asked, CONFIG, without) == Drafting()
+    assert drafting_of(asked, CONFIG, None) == Drafting()
+    on_host = EngineConfig(nextn=None, engram="host")
+    assert drafting_of(on_host, CONFIG, with_drafter) == Drafting()
+
+
+def test_fewer_drafts_than_the_block_have_a_temperature_each(with_drafter):
+    asked = EngineConfig(nextn=3, confidence_temperature="0.5, 1, 2e0")
+    assert drafting_of(asked, CONFIG, with_drafter) == Drafting(3, (0.5, 1.0, 2.0))
+
+
+def test_nothing_is_drafted_unless_asked(with_drafter):
+    assert drafting_of(EngineConfig(), CONFIG, with_drafter) == Drafting()
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"nextn": 6}, "(engine.nextn) is 6; the drafter was trained on blocks of 5"),
+        ({"nextn": 5, "engram": "mmap"}, "not on the device (engine.engram=mmap)"),
+        ({"nextn": 2, "confidence_temperature": "1,2,3"}, "is '1,2,3'"),
+        ({"nextn": 2, "confidence_temperature": "1,0"}, "is '1,0'"),
+        ({"nextn": 2, "confidence_temperature": "warm"}, "one for each of 2 drafts"),
+        (
+            {"varlen": True, "verification": "rejection", "batch_invariant": True},
+            "engine.varlen is on with engine.verification=rejection and engine.batch_invariant",
+        ),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused_by_name(with_drafter, asked, words):
+    with pytest.raises(ConfigError) as caught:
+        drafting_of(EngineConfig(**asked), CONFIG, with_drafter)
+    assert words in str(caught.value)
+
+
+def test_drafts_without_a_drafter_are_refused(without):
+    with pytest.raises(ConfigError, match="is 5, and the checkpoint has no drafter"):
+        drafting_of(EngineConfig(nextn=5), CONFIG, without)
+
+
+def test_coupled_verification_may_vary_in_length_where_runs_are_to_repeat(with_drafter):
+    asked = EngineConfig(nextn=5, varlen=True, batch_invariant=True)
+    assert drafting_of(asked, CONFIG, with_drafter).count == 5

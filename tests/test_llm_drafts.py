@@ -1,0 +1,73 @@
+"""Drafting by a network's own drafter, through `LLM`: the tokens are those without drafts."""
+
+import numpy as np
+import pytest
+from short_llm import open_llm, shorter_config, write_short_model
+
+from deepinfer_jax import SamplingParams
+
+PROMPTS = [[3 + (7 * i + j) % 250 for j in range(20 + 30 * i)] for i in range(5)]
+TEMPERATURES = (0.0, 0.3, 0.8, 1.2, 0.0)
+PARAMS = [
+    SamplingParams(temperature=t, max_tokens=60, ignore_eos=True, seq_seed=5, top_p=p)
+    for t, p in zip(TEMPERATURES, (1.0, 1.0, 0.9, 1.0, 1.0), strict=True)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("drafter") / "model"
+    return write_short_model(made, shorter_config(), drafter=True)
+
+
+@pytest.fixture(scope="module")
+def write(folder, compiled):
+    def written(**engine):
+        llm = open_llm(folder, compiled, late_compile="warn", **engine)
+        return llm, llm.generate(None, PARAMS, PROMPTS)
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def expected(write):
+    _, outputs = write(nextn=0)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"nextn": 5}, {"nextn": 2, "overlap": False}, {"nextn": 5, "varlen": True}],
+    ids=["5", "2, plain", "5, varlen"],
+)
+def test_coupled_drafts_change_no_token_at_any_temperature(write, expected, engine):
+    llm, outputs = write(**engine)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    drafted = sum(output.outputs[0].drafted for output in outputs)
+    accepted = sum(output.outputs[0].accepted for output in outputs)
+    assert (drafted, accepted) == (llm.meter.drafted, llm.meter.accepted)
+    assert drafted > accepted > 0
+
+
+@pytest.mark.parametrize("engine", [{"verification": "rejection"}, {"sampler": "original"}])
+def test_rules_that_compare_laws_write_as_many_tokens_and_greedy_ones_alike(
+    write, expected, engine
+):
+    llm, outputs = write(nextn=5, **engine)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert [len(t) for t in tokens] == [60] * 5
+    assert (tokens[0], tokens[4]) == (expected[0], expected[4])
+    assert llm.meter.accepted > 0
+
+
+def test_what_drafts_write_can_be_scored_as_well_as_what_is_drawn(
+    write, expected, folder, compiled
+):
+    llm = open_llm(folder, compiled, late_compile="warn", nextn=5)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2)
+    with_drafts = llm.generate(None, [params], [PROMPTS[0]])[0].outputs[0]
+    bare = open_llm(folder, compiled, late_compile="warn", nextn=0)
+    without = bare.generate(None, [params], [PROMPTS[0]])[0].outputs[0]
+    assert with_drafts.token_ids == without.token_ids == expected[0][:30]
+    np.testing.assert_allclose(with_drafts.logprobs.token, without.logprobs.token, atol=1e-4)
+    assert with_drafts.logprobs.top_ids.tolist() == without.logprobs.top_ids.tolist()
