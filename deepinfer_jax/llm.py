@@ -123,6 +123,11 @@ class LLM:
         return self._engine.meter
 
     @property
+    def nextn(self) -> int:
+        """Tokens that are drafted for each sequence in a step; 0 for none."""
+        return self._engine.drafts
+
+    @property
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
         return self.assembled.positions

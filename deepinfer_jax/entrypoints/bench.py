@@ -218,9 +218,15 @@ def _facts(llm: Any, lengths: _Drawn) -> dict[str, Any]:
             "longest": prompt[1] + output[1],
             "max_model_len": llm.max_model_len,
         },
-        "nextn": 0,
-        "acceptance": "nothing is drafted",
+        "nextn": llm.nextn,
+        "acceptance": _acceptance(llm),
     }
+
+
+def _acceptance(llm: Any) -> str:
+    if not llm.nextn:
+        return "nothing is drafted"
+    return f"{llm.meter.accepted} of {llm.meter.drafted} drafts kept"
 
 
 def _rate(run: Mapping[str, Any]) -> float:

@@ -36,7 +36,7 @@ def figures(speed=50.0, valid=(True, True)):
 @pytest.fixture
 def bench(deepinfer, golden, monkeypatch):
     """Types the command; engines and figures are made up. Returns what was asked of both."""
-    asked = SimpleNamespace(engines=[], measured=[], answers=[])
+    asked = SimpleNamespace(engines=[], measured=[], answers=[], nextn=0)
     config = ModelConfig.from_file(golden)
 
     def open_engine(live, **fields):
@@ -45,6 +45,8 @@ def bench(deepinfer, golden, monkeypatch):
         return SimpleNamespace(
             config=config,
             max_model_len=1024,
+            nextn=asked.nextn,
+            meter=SimpleNamespace(drafted=50, accepted=31),
             plan=lambda: SimpleNamespace(slots=slots),
             manifest=lambda: {
                 "device": {"kind": "cpu", "name": "cpu", "count": 1},
@@ -65,6 +67,13 @@ def bench(deepinfer, golden, monkeypatch):
     monkeypatch.setattr("deepinfer_jax.bench.throughput.measure", measure)
     asked.type = lambda *words: deepinfer("bench", *words)
     return asked
+
+
+def test_what_is_drafted_stands_in_the_record(bench):
+    bench.nextn = 5
+    _, out, _ = bench.type(*SHORT, "--json")
+    report = json.loads(out)
+    assert (report["nextn"], report["acceptance"]) == (5, "31 of 50 drafts kept")
 
 
 def test_the_record_holds_every_repeat_and_what_a_figure_means_nothing_without(bench):
