@@ -63,19 +63,24 @@ def save(
         temporary.write_text(text)
 
 
+def read_state(folder: Path, option: str) -> dict[str, Any]:
+    """The folder's `state.json`. Raises CheckpointError, which names `option`, without one."""
+    try:
+        return json.loads((folder / STATE).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} holds no {STATE}.",
+            "A piece of training continues from the folder that the piece before it wrote.",
+            f"Check the path given to {option}, or leave --resume out to start from scratch.",
+        ) from None
+
+
 def load(folder: Path, config: ModelConfig) -> Carried:
     """Read what `save` wrote.
 
     Raises CheckpointError when the folder holds no state, or weights of another network.
     """
-    try:
-        state = json.loads((folder / STATE).read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} holds no {STATE}.",
-            "A piece of training continues from the folder that the piece before it wrote.",
-            "Check the path given to --resume, or leave it out to start from scratch.",
-        ) from None
+    state = read_state(folder, "--resume")
     weights: dict[str, np.ndarray] = {}
     for i in range(state["pieces"]):
         part = open_checkpoint(folder / f"weights_{i}.safetensors")

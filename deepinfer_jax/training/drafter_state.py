@@ -13,10 +13,8 @@ from deepinfer_jax.checkpoint.safetensors import write_safetensors
 from deepinfer_jax.checkpoint.shards import open_checkpoint
 from deepinfer_jax.errors import CheckpointError
 from deepinfer_jax.files import replacing
+from deepinfer_jax.training.carry import PIECE_BYTES, STATE, read_state
 from deepinfer_jax.training.drafter_step import DrafterState
-
-STATE = "state.json"
-PIECE_BYTES = 15 << 20
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,7 @@ def save(folder: Path, state: DrafterState, method: str, settings: Mapping[str, 
 
 def read_header(folder: Path) -> Header:
     """The header of the folder's state. Raises CheckpointError when there is none."""
-    try:
-        raw = json.loads((folder / STATE).read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} holds no {STATE}.",
-            "A piece of training continues from the folder that the piece before it wrote.",
-            "Check --out, or leave --resume out to start from scratch.",
-        ) from None
+    raw = read_state(folder, "--out")
     return Header(raw["step"], raw["method"], raw["settings"], tuple(raw["files"]))
 
 
