@@ -233,9 +233,8 @@ class Engine:
             out = self._run(lambda state: program(self._params, state, inputs))
             jax.block_until_ready(out.result())
 
-        sizes = [
-            b for n in range(1, self._limits.slots + 1) for b in decode_sizes(self._buckets, n)
-        ]
+        parts = sorted({bucket.parts for bucket in self._buckets})
+        sizes = [bucket for n in parts for bucket in decode_sizes(self._buckets, n)]
         self._programs.prepare(map(ProgramKey, sizes))
         times = step_times(self._buckets, run, folder=folder, identity=identity, ttl_s=ttl_s)
         self._restart()

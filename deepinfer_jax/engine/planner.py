@@ -5,7 +5,8 @@ arrival. With R rows a step and s sequences that decode:
 
 - Every decoding sequence has its row in every step, however long the prompts beside it, and no
   step has more than R rows. It waits only where a page is missing: the first by (priority,
-  admission) one step at most, the k-th at most k.
+  admission) one step at most, the k-th at most k. Its g drafts come with it where they fit into
+  the pages that it has, so that s counts 1 + g rows for each.
 - The oldest prefill of P tokens takes at most ceil(P / m) steps that have pages for it, where m is
   R - s rounded down to even. The next takes what it leaves.
 - Nobody overtakes the first of the queue, so it runs as soon as those before it have left enough

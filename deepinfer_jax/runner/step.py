@@ -26,6 +26,7 @@ from deepinfer_jax.runner.schedule import (
 )
 from deepinfer_jax.runner.score import PromptScores, by_row, score_rows
 from deepinfer_jax.sampling import sampler
+from deepinfer_jax.sampling.accept import leading
 from deepinfer_jax.sampling.original import sample_original
 from deepinfer_jax.sampling.sampler import Draw, RowParams
 from deepinfer_jax.sampling.verify import verify
@@ -185,8 +186,7 @@ def _drawn(
         # As many draws as rows: a part with fewer drafts than others costs no more.
         draw = sampler.sample if options.draw == "stable" else _original_draw
         drawn = jax.tree.map(lambda x: x[plan.at], draw(logits, plan.draw, allowed))
-        same = drawn.token[:, :-1] == plan.drafts
-        return drawn, top, jnp.cumprod(same, -1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
+        return drawn, top, leading(drawn.token[:, :-1] == plan.drafts, plan.drawn - 1)
     assert drafts is not None and drafts.logprobs is not None
     found = verify(
         options.rule,
