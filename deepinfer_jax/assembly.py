@@ -20,7 +20,7 @@ from deepinfer_jax.model.engram_hash import engram_hash, hash_rows
 from deepinfer_jax.model.params import Params, ParamSpec, build_params, param_specs
 from deepinfer_jax.model.transformer import Network
 from deepinfer_jax.ops.device import Device, devices
-from deepinfer_jax.ops.packed import Packed
+from deepinfer_jax.ops.packed import Packed, Turned
 from deepinfer_jax.ops.table import select
 from deepinfer_jax.report.fit import Planner
 from deepinfer_jax.report.plan import PACKED, MemoryPlan, stored_bytes
@@ -128,6 +128,8 @@ def _leaf(
             scale = made(lambda name: loaded.tensors[scale_name(name)].view(np.uint8))
             return Packed(codes=codes, scale=scale)
         kept = np.dtype(np.float32) if spec.stored == "f32" else dtype
+        if spec.linear:
+            return Turned(made(lambda name: loaded.tensors[name].astype(kept, copy=False).T))
         return made(lambda name: loaded.tensors[name].astype(kept, copy=False))
 
     return read

@@ -193,7 +193,9 @@ def test_float32_tensors_that_the_release_stores_in_bfloat16_follow_the_arithmet
         assert made.dtype == expected.dtype
         np.testing.assert_array_equal(np.asarray(made), np.asarray(expected))
     run = next(run for run in narrow.params.runs if run.compressor is not None)
-    assert run.compressor.wkv.dtype == ml_dtypes.bfloat16 and run.hc_attn.fn.dtype == np.float32
+    assert (
+        run.compressor.wkv.values.dtype == ml_dtypes.bfloat16 and run.hc_attn.fn.dtype == np.float32
+    )
 
 
 def test_without_a_length_memory_decides_it_before_the_models_limit_does(opened):

@@ -13,14 +13,14 @@ import numpy as np
 from deepinfer_jax.engine.plan import Limits, Plan
 from deepinfer_jax.runner.layout import STOP_IDS, Bucket, Flag, Part
 
-_SMALLEST_PREFILL = 128
+_SMALLEST_PREFILL = 32
 _FEW = 16
 
 
 def plan_buckets(limits: Limits, keep: int = 0, *, varlen: bool = False) -> tuple[Bucket, ...]:
     """All buckets, smallest first.
 
-    Rows are 1, 4, 16, 32, 64, ... up to the slots, then powers of two from 128 (or the next beyond
+    Rows are 1, 4, 16, 32, 64, ... up to the slots, then powers of two from 32 (or the next beyond
     the slots) up to a whole step.
 
     With drafts there are also sizes that hold a few sequences with several rows each.

@@ -9,7 +9,6 @@ from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.cache import Rows, SourceCache
 from deepinfer_jax.model.layers import rms_norm, rotate
 from deepinfer_jax.model.params import Compressor, Indexer
-from deepinfer_jax.ops.packed import expand
 from deepinfer_jax.ops.table import Ops
 
 
@@ -28,10 +27,10 @@ class Compressed:
     index_key: jax.Array
 
 
-def _raw_rows(x: jax.Array, params: Compressor) -> jax.Array:
+def _raw_rows(x: jax.Array, params: Compressor, ops: Ops) -> jax.Array:
     """(u, g) of each row, float32 [n, 2 k]."""
-    weights = jnp.concatenate([expand(params.wkv, jnp.float32), expand(params.wgate, jnp.float32)])
-    return jnp.einsum("nd,kd->nk", x.astype(jnp.float32), weights, precision="highest")
+    x = x.astype(jnp.float32)
+    return jnp.concatenate([ops.linear(x, params.wkv), ops.linear(x, params.wgate)], 1)
 
 
 def _mixed(first: jax.Array, second: jax.Array) -> jax.Array:
@@ -67,7 +66,7 @@ def compress(
     entry_id = rows.position // ratio
     raw, before, caches = cache.raw, None, arithmetic.caches
     if raw is not None:
-        own = ops.rowwise(lambda x: _raw_rows(x, params), x, rows.used)
+        own = ops.rowwise(lambda x: _raw_rows(x, params, ops), x, rows.used)
         position, in_step, row = rows.back(jnp.ones(1, jnp.int32))
         kept = raw[rows.slot, position[:, 0] % raw.shape[1]]
         # Read before it is written, the cache is written in place.

@@ -25,6 +25,11 @@ from deepinfer_jax.ops.quant import Decode
 from deepinfer_jax.ops.sparse_mla import Keys
 
 
+def each_stage(drafter: Drafter) -> list[Layer]:
+    """The stages' weights, first to last, without their leading axis of one."""
+    return [jax.tree.map(lambda leaf: leaf[0], stage) for stage in drafter.stages]
+
+
 def main_hidden(
     drafter: Drafter, taps: jax.Array, used: jax.Array | None = None, *, net: Network
 ) -> jax.Array:
@@ -56,10 +61,8 @@ def context_keys(
     common = {"config": net.config.of_stages, "arithmetic": net.arithmetic, "ops": net.ops}
 
     def keys(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        of_stages = jax.lax.map(
-            lambda attn: own_keys(*part, params=attn, **common), drafter.stages.attn
-        )
-        return jnp.moveaxis(of_stages, 0, 1)
+        attns = (stage.attn for stage in each_stage(drafter))
+        return jnp.stack([own_keys(*part, params=attn, **common) for attn in attns], 1)
 
     with jax.named_scope("draft_context"):
         angles = params.rope_plain[rows.position]
@@ -131,18 +134,16 @@ def _places(
 
 
 def _block_keys(kv: jax.Array, ring: jax.Array, places: Places, *, decode: Decode) -> Keys:
-    """What every row of a block sees: the window before its anchor, and the whole block.
+    """What a block sees, the same for all its rows: the window before its anchor, and itself.
 
     `kv` [n, stored k] are the rows' own keys, `ring` [slots, r, stored k] a stage's.
     """
     n, width = kv.shape[0], places.width
     block = jnp.arange(n, dtype=jnp.int32).reshape(-1, width)
-    at = jnp.concatenate([n + places.ring, block], 1)
-    visible = jnp.concatenate([places.seen, places.real.reshape(-1, width)], 1)
     return Keys(
         pool=jnp.concatenate([kv, ring.reshape(-1, ring.shape[-1])]),
-        at=jnp.repeat(at, width, 0),
-        visible=jnp.repeat(visible, width, 0),
+        at=jnp.concatenate([n + places.ring, block], 1),
+        visible=jnp.concatenate([places.seen, places.real.reshape(-1, width)], 1),
         decode=decode,
     )
 
@@ -163,7 +164,11 @@ def _stage(
     with jax.named_scope("attention"):
         q, kv = ops.rowwise(enter, (residual, angles), used)
         keys = _block_keys(kv, ring, places, decode=net.arithmetic.caches.window.decode)
-        heads = ops.sparse_mla(q, keys, None, attn.sink, scale=config.head_dim**-0.5)
+        # The heads of a block's rows see the same keys: to the kernel they are those of one row.
+        width, wide = places.width, (-1, places.width * q.shape[1], q.shape[2])
+        sink = jnp.tile(attn.sink, width)
+        heads = ops.sparse_mla(q.reshape(wide), keys, None, sink, scale=config.head_dim**-0.5)
+        heads = heads.reshape(q.shape)
         out = ops.rowwise(
             lambda part: project(*part, params=attn, **common)[1], (heads, angles), used
         )
@@ -200,12 +205,10 @@ def block_of(
     places = _places(params, position, slot, floor, rings.shape[2], config)
     embedded = params.embed[ids.reshape(-1)].astype(net.arithmetic.dtype)
 
-    def run(residual: Residual, step: tuple[Layer, jax.Array]) -> tuple[Residual, None]:
-        return _stage(residual, *step, places, net=net), None
-
     with jax.named_scope("draft_block"):
-        start = start_streams(embedded, config.hc_mult)
-        residual, _ = jax.lax.scan(run, start, (drafter.stages, rings))
+        residual = start_streams(embedded, config.hc_mult)
+        for stage, ring in zip(each_stage(drafter), rings, strict=True):
+            residual = _stage(residual, stage, ring, places, net=net)
         z = net.ops.rowwise(collapse, residual, up_to_last(places.real))
         base = unembed(replace(params, norm=drafter.norm), z, net)
     return z.reshape(p, width, -1), base.reshape(p, width, -1)
@@ -266,8 +269,8 @@ def markov(
     def place(part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         z, base, previous = part
         embedded = drafter.markov_embed[previous].astype(jnp.float32)
-        head, weight = (expand(w, jnp.float32) for w in (drafter.markov_head, drafter.confidence))
-        logits = base + jnp.einsum("pr,vr->pv", embedded, head, precision="highest")
+        weight = expand(drafter.confidence, jnp.float32)
+        logits = base + net.ops.linear(embedded, drafter.markov_head)
         seen = jnp.concatenate([z.astype(jnp.float32), embedded], 1)
         return logits, jnp.einsum("pi,oi->po", seen, weight, precision="highest")[:, 0]
 

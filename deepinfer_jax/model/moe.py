@@ -9,7 +9,6 @@ from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.cache import up_to_last
 from deepinfer_jax.model.params import Moe
 from deepinfer_jax.ops.experts import expert
-from deepinfer_jax.ops.packed import expand
 from deepinfer_jax.ops.table import Ops
 
 _SUM_EPS = 1e-20
@@ -23,15 +22,13 @@ class Route:
     gates: jax.Array
 
 
-def route(x: jax.Array, params: Moe, is_image: jax.Array, config: ModelConfig) -> Route:
+def route(x: jax.Array, params: Moe, is_image: jax.Array, config: ModelConfig, ops: Ops) -> Route:
     """The k experts of each row x [n, d]; the bias chooses but does not weigh.
 
     Image rows choose with `bias_vl` where there is one; equal scores take the lower expert (model
     specification, "MoE").
     """
-    logits = jnp.einsum(
-        "nd,ed->ne", x.astype(jnp.float32), expand(params.gate, jnp.float32), precision="highest"
-    )
+    logits = ops.linear(x.astype(jnp.float32), params.gate)
     scores = jnp.sqrt(jax.nn.softplus(logits / config.gate_temp))
     bias = params.bias
     if params.bias_vl is not None:
@@ -63,7 +60,7 @@ def moe(
     }
 
     def own(x: jax.Array, is_image: jax.Array) -> tuple[Route, jax.Array]:
-        return route(x, params, is_image, config), expert(x, params.shared, None, **common)
+        return route(x, params, is_image, config, ops), expert(x, params.shared, None, **common)
 
     chosen, shared = ops.rowwise(lambda rows: own(*rows), (x, is_image), up_to_last(real))
     ids = jnp.where(real[:, None], chosen.ids, config.n_routed_experts)

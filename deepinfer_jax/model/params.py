@@ -102,7 +102,8 @@ class Drafter:
 
     Attributes:
         main_proj: [d, taps d]; main_norm [d].
-        stages: one `Layer`, leaves stacked over the stages on axis 0.
+        stages: one `Layer` per stage, a leading axis of one on every leaf. Stacked, a loop over
+            them would copy the experts of each stage before it reads a few.
         norm: [d], before the head.
         markov_embed, markov_head: [v, rank].
         confidence: [1, d + rank].
@@ -110,7 +111,7 @@ class Drafter:
 
     main_proj: Any
     main_norm: Any
-    stages: Layer
+    stages: tuple[Layer, ...]
     norm: Any
     markov_embed: Any
     markov_head: Any
@@ -151,6 +152,7 @@ class ParamSpec:
         axes: logical axis names, one per dimension of `shape`.
         stored: `q8`, `q4`, `table`, `bf16` or `f32`.
         bare: the checkpoint's name has no `.weight` suffix.
+        linear: the weight of an `ops.linear`, which is `Turned` when it is not packed.
         layers: layers stacked on a leading axis; empty for a leaf outside the layers.
         experts: experts stacked after the layers' axis; 0 for none.
     """
@@ -160,6 +162,7 @@ class ParamSpec:
     axes: tuple[str, ...]
     stored: str = "bf16"
     bare: bool = False
+    linear: bool = False
     layers: tuple[int, ...] = ()
     experts: int = 0
 
@@ -188,6 +191,11 @@ def layer_specs(c: ModelConfig, run: tuple[LayerPlan, ...], prefix: str = "layer
         name = f"{prefix}.{{l}}.{name}"
         return ParamSpec(name, shape, tuple(axes.split()), stored, layers=ids, **kw)
 
+    def linear(
+        name: str, shape: tuple[int, ...], axes: str, stored: str = "bf16", **kw: Any
+    ) -> Any:
+        return spec(name, shape, axes, stored, linear=True, **kw)
+
     def hyper(kind: str) -> HyperConnection:
         return HyperConnection(
             fn=spec(f"hc_{kind}_fn", (mixes, s * d), "mix stream_model", "f32", bare=True),
@@ -197,25 +205,25 @@ def layer_specs(c: ModelConfig, run: tuple[LayerPlan, ...], prefix: str = "layer
 
     def mlp(name: str, stored: str, experts: int = 0) -> ExpertWeights:
         return ExpertWeights(
-            w1=spec(f"{name}.w1", (f, d), "ffn model", stored, experts=experts),
-            w3=spec(f"{name}.w3", (f, d), "ffn model", stored, experts=experts),
-            w2=spec(f"{name}.w2", (d, f), "model ffn", stored, experts=experts),
+            w1=linear(f"{name}.w1", (f, d), "ffn model", stored, experts=experts),
+            w3=linear(f"{name}.w3", (f, d), "ffn model", stored, experts=experts),
+            w2=linear(f"{name}.w2", (d, f), "model ffn", stored, experts=experts),
         )
 
     rank, group_in = c.o_lora_rank, heads // c.o_groups * k
     attn = Attention(
-        wq_a=spec("attn.wq_a", (c.q_lora_rank, d), "q_rank model", "q8"),
+        wq_a=linear("attn.wq_a", (c.q_lora_rank, d), "q_rank model", "q8"),
         q_norm=spec("attn.q_norm", (c.q_lora_rank,), "q_rank"),
-        wq_b=spec("attn.wq_b", (heads * k, c.q_lora_rank), "heads q_rank", "q8"),
-        wkv=spec("attn.wkv", (k, d), "head_dim model", "q8"),
+        wq_b=linear("attn.wq_b", (heads * k, c.q_lora_rank), "heads q_rank", "q8"),
+        wkv=linear("attn.wkv", (k, d), "head_dim model", "q8"),
         kv_norm=spec("attn.kv_norm", (k,), "head_dim"),
         sink=spec("attn.attn_sink", (heads,), "heads", "f32", bare=True),
         wo_a=spec("attn.wo_a", (c.o_groups * rank, group_in), "groups head_dim", "q8"),
-        wo_b=spec("attn.wo_b", (d, c.o_groups * rank), "model groups", "q8"),
+        wo_b=linear("attn.wo_b", (d, c.o_groups * rank), "model groups", "q8"),
     )
     n = c.n_routed_experts
     moe = Moe(
-        gate=spec("ffn.gate", (n, d), "experts model"),
+        gate=linear("ffn.gate", (n, d), "experts model"),
         bias=spec("ffn.gate.bias", (n,), "experts", "f32", bare=True),
         bias_vl=spec("ffn.gate.bias_vl", (n,), "experts", "f32", bare=True),
         experts=mlp("ffn.experts.{e}", "q4", n),
@@ -224,8 +232,8 @@ def layer_specs(c: ModelConfig, run: tuple[LayerPlan, ...], prefix: str = "layer
     compressor = indexer = engram = None
     if plan.owns_kv:
         compressor = Compressor(
-            wkv=spec("attn.compressor.wkv", (k, d), "head_dim model"),
-            wgate=spec("attn.compressor.wgate", (k, d), "head_dim model")
+            wkv=linear("attn.compressor.wkv", (k, d), "head_dim model"),
+            wgate=linear("attn.compressor.wgate", (k, d), "head_dim model")
             if plan.ratio == 2
             else None,
             norm=spec("attn.compressor.norm", (k,), "head_dim"),
@@ -234,15 +242,15 @@ def layer_specs(c: ModelConfig, run: tuple[LayerPlan, ...], prefix: str = "layer
         ik, ih = c.index_head_dim, c.index_n_heads
         keys = plan.owns_kv
         indexer = Indexer(
-            wq_b=spec("attn.indexer.wq_b", (ih * ik, c.q_lora_rank), "index_heads q_rank", "q8"),
-            weights_proj=spec("attn.indexer.weights_proj", (ih, d), "index_heads model"),
-            wk=spec("attn.indexer.wk", (ik, k), "index_dim head_dim") if keys else None,
+            wq_b=linear("attn.indexer.wq_b", (ih * ik, c.q_lora_rank), "index_heads q_rank", "q8"),
+            weights_proj=linear("attn.indexer.weights_proj", (ih, d), "index_heads model"),
+            wk=linear("attn.indexer.wk", (ik, k), "index_dim head_dim") if keys else None,
             k_norm=spec("attn.indexer.k_norm", (ik,), "index_dim") if keys else None,
         )
     if plan.engram is not None:
         rows = c.engram_columns * c.engram_head_dim
         engram = Engram(
-            wkv=spec("engram.wkv", ((s + 1) * d, rows), "stream_model engram", "q8"),
+            wkv=linear("engram.wkv", ((s + 1) * d, rows), "stream_model engram", "q8"),
             q_weight=spec("engram.q_weight", (s, d), "stream model", bare=True),
             k_weight=spec("engram.k_weight", (s, d), "stream model", bare=True),
         )
@@ -267,16 +275,20 @@ def drafter_specs(c: ModelConfig) -> Drafter:
     c.check_drafter()
     v, d, rank, last = c.vocab_size, c.hidden_size, c.dspark_markov_rank, len(c.stages) - 1
     taps = len(c.dspark_target_layer_ids)
-    stages = layer_specs(c.of_stages, c.stages, "mtp")
+    stages = [layer_specs(c.of_stages, (stage,), "mtp") for stage in c.stages]
     return Drafter(
-        main_proj=ParamSpec("mtp.0.main_proj", (d, taps * d), ("model", "tap_model"), "q8"),
+        main_proj=ParamSpec(
+            "mtp.0.main_proj", (d, taps * d), ("model", "tap_model"), "q8", linear=True
+        ),
         main_norm=ParamSpec("mtp.0.main_norm", (d,), ("model",)),
-        stages=replace(stages, moe=replace(stages.moe, bias_vl=None)),
+        stages=tuple(replace(s, moe=replace(s.moe, bias_vl=None)) for s in stages),
         norm=ParamSpec(f"mtp.{last}.norm", (d,), ("model",)),
         markov_embed=ParamSpec(
             f"mtp.{last}.markov_head.embed", (v, rank), ("vocab", "markov_rank")
         ),
-        markov_head=ParamSpec(f"mtp.{last}.markov_head.head", (v, rank), ("vocab", "markov_rank")),
+        markov_head=ParamSpec(
+            f"mtp.{last}.markov_head.head", (v, rank), ("vocab", "markov_rank"), linear=True
+        ),
         confidence=ParamSpec(
             f"mtp.{last}.confidence_head.proj", (1, d + rank), ("one", "model_markov_rank")
         ),
@@ -288,7 +300,7 @@ def param_specs(c: ModelConfig, *, tables: bool = True, drafter: bool = False) -
     v, d = c.vocab_size, c.hidden_size
     return Params(
         embed=ParamSpec("embed", (v, d), ("vocab", "model")),
-        head=ParamSpec("head", (v, d), ("vocab", "model")),
+        head=ParamSpec("head", (v, d), ("vocab", "model"), linear=True),
         norm=ParamSpec("norm", (d,), ("model",)),
         runs=tuple(layer_specs(c, run) for run in c.runs),
         engram_tables=tuple(

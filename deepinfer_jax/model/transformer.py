@@ -394,7 +394,6 @@ def unembed(params: Params, hidden: jax.Array, net: Network) -> jax.Array:
 
     def logits(hidden: jax.Array) -> jax.Array:
         normed = rms_norm(hidden, params.norm, net.config.rms_norm_eps).astype(jnp.float32)
-        head = expand(params.head, jnp.float32)
-        return jnp.einsum("nd,vd->nv", normed, head, precision="highest")
+        return net.ops.linear(normed, params.head)
 
     return net.ops.rowwise(logits, hidden)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.ops.kernel import Kernel
-from deepinfer_jax.ops.packed import Weight, expand
+from deepinfer_jax.ops.packed import Turned, Weight, expand
 from deepinfer_jax.ops.quant import qdq_fp8
 from deepinfer_jax.ops.rowwise import TILE, in_tiles
 
@@ -18,13 +18,10 @@ BLOCK = 32  # inputs per partial sum of `blocks`; part of the numerics
 def xla(x: jax.Array, w: Weight, *, quantize: bool = False) -> jax.Array:
     """One product over all inputs; XLA chooses the order of the sum."""
     x = qdq_fp8(x) if quantize else x
-    y = jnp.einsum(
-        "ni,oi->no",
-        x,
-        expand(w, x.dtype),
-        precision="highest",
-        preferred_element_type=jnp.float32,
-    )
+    axes, full = "ni,oi->no", expand(w, x.dtype)
+    if isinstance(w, Turned):  # not turned back first: XLA would do so in memory for a single row
+        axes, full = "ni,io->no", w.values.astype(x.dtype)
+    y = jnp.einsum(axes, x, full, precision="highest", preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
 
 

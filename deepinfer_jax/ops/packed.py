@@ -1,4 +1,4 @@
-"""Weights kept in the release's stored formats, and their exact expansion.
+"""Weights kept in the release's stored formats or turned, and their exact expansion.
 
 Q8: FP8 E4M3 codes with one E8M0 scale per 32x32 block. Q4: two E2M1 codes a byte (even input in
 the low nibble) with one E8M0 scale per 32 inputs. Tables: FP8 E4M3 codes with one scale per 32
@@ -40,11 +40,27 @@ class Packed:
         return Packed(self.codes[at], self.scale[at])
 
 
-Weight = jax.Array | Packed
+@flax.struct.dataclass
+class Turned:
+    """A plain linear weight [..., o, i] that is held with its inputs first.
+
+    A CPU multiplies few rows by it as it lies. The other way round it repacks the weight for every
+    product, which takes longer than the product.
+
+    Attributes:
+        values: [..., i, o].
+    """
+
+    values: jax.Array
+
+
+Weight = jax.Array | Packed | Turned
 
 
 def expand(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     """`weight` as a plain array of `dtype`."""
     if isinstance(weight, Packed):
         return weight.dequantize(dtype)
+    if isinstance(weight, Turned):
+        return jnp.swapaxes(weight.values, -1, -2).astype(dtype)
     return weight.astype(dtype)

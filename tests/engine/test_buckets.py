@@ -13,11 +13,11 @@ from deepinfer_jax.runner.layout import STOP_IDS, Bucket, Flag, Part
 @pytest.mark.parametrize(
     ("slots", "rows", "expected"),
     [
-        (16, 512, [1, 4, 16, 128, 256, 512]),
+        (16, 512, [1, 4, 16, 32, 64, 128, 256, 512]),
         (256, 2048, [1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048]),
         (100, 1000, [1, 4, 16, 32, 64, 100, 128, 256, 512, 1000]),
         (3, 16, [1, 3, 16]),
-        (1, 4096, [1, 128, 256, 512, 1024, 2048, 4096]),
+        (1, 4096, [1, 32, 64, 128, 256, 512, 1024, 2048, 4096]),
     ],
 )
 def test_buckets_are_few_and_reach_a_whole_step(slots, rows, expected):
@@ -30,14 +30,17 @@ def test_buckets_are_few_and_reach_a_whole_step(slots, rows, expected):
 def test_a_step_fits_the_smallest_bucket():
     buckets = plan_buckets(limits(slots=16, rows=512, updates=40))
     assert [fit(buckets, n, n).rows for n in (1, 2, 4, 16, 17, 129, 512)] == [
-        *(1, 4, 4, 16, 128, 256, 512),
+        *(1, 4, 4, 16, 32, 256, 512),
     ]
 
 
 def test_steps_that_keep_few_decoder_rows_have_a_narrow_form():
     buckets = plan_buckets(limits(slots=4, rows=512, updates=40), keep=140)
     sizes = [(b.rows, b.decoder_rows) for b in buckets]
-    assert sizes == [(1, 1), (4, 4), (128, 128), (256, 144), (256, 256), (512, 144), (512, 512)]
+    assert sizes == [
+        *((1, 1), (4, 4), (32, 32), (64, 64), (128, 128)),
+        *((256, 144), (256, 256), (512, 144), (512, 512)),
+    ]
     assert fit(buckets, 200, 144).decoder_rows == 144
     assert fit(buckets, 200, 145).decoder_rows == 256
 

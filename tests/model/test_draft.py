@@ -208,14 +208,14 @@ def test_rings_hold_what_follows_from_the_streams_that_enter_the_tapped_layers(f
     # The streams that enter a layer are those that leave the one before it; none has an Engram.
     streams = [expected[f"L{layer - 1}.stream"][0] for layer in c.dspark_target_layer_ids]
     taps = [sum(s[:, i].astype(np.float64) for i in range(4)) / 4 for s in streams]
-    main = rms(np.concatenate(taps, -1) @ drafter.main_proj.T, drafter.main_norm)
+    main = rms(np.concatenate(taps, -1) @ drafter.main_proj.values, drafter.main_norm)
     cache = f32.prefill(expected["token_ids"][0])
     half, ring = c.qk_rope_head_dim // 2, c.sliding_window + BACKTRACK
     assert cache.draft.shape == (3, 1, ring, c.head_dim)
     for stage in range(3):
-        attn = jax.tree.map(lambda x, s=stage: x[s], drafter.stages.attn)
+        attn = jax.tree.map(lambda x: x[0], drafter.stages[stage].attn)
         for t in range(40 - ring, 40):
-            key = rms(main[t] @ attn.wkv.T, attn.kv_norm)
+            key = rms(main[t] @ attn.wkv.values, attn.kv_norm)
             turned = key[-2 * half :].reshape(half, 2) @ (1, 1j)
             turned = turned * np.exp(1j * t * float(c.rope_theta) ** (-np.arange(half) / half))
             key[-2 * half :] = np.stack([turned.real, turned.imag], -1).reshape(-1)

@@ -73,7 +73,7 @@ def test_scores_are_read_off_the_same_tables_as_the_log_probs_of_draws(network, 
 
 
 def test_a_tie_is_greedy_for_the_lowest_id_and_a_row_of_no_numbers_is_bad(network):
-    flat = replace(network.params, head=jnp.zeros_like(network.params.head))
+    flat = replace(network.params, head=jax.tree.map(jnp.zeros_like, network.params.head))
     hidden = hidden_rows(network, 4).at[3].set(jnp.nan)
     target = jnp.asarray([0, 1, -1, 0], jnp.int32)
     made = score_rows(
