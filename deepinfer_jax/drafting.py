@@ -40,13 +40,14 @@ def drafting_of(asked: EngineConfig, config: ModelConfig, folder: Path | None) -
             range, or verification that depends on the batch where determinism was asked for.
     """
     count = _count(asked, config, folder)
-    if asked.batch_invariant and asked.varlen and asked.verification != "coupled":
+    if asked.batch_invariant and asked.varlen and asked.rule != "coupled":
+        own = asked.rule == "original"
+        by, other = ("sampler", "stable") if own else ("verification", "coupled")
         raise ConfigError(
-            f"engine.varlen is on with engine.verification={asked.verification} and "
-            "engine.batch_invariant.",
+            f"engine.varlen is on with engine.{by}={asked.rule} and engine.batch_invariant.",
             "How many drafts are verified then depends on the other sequences, and with it the "
-            f"random numbers that {asked.verification} uses.",
-            "Set DEEPINFER_ENABLE_MTP_VARLEN=0, or engine.verification=coupled.",
+            f"random numbers that {asked.rule} uses.",
+            f"Set DEEPINFER_ENABLE_MTP_VARLEN=0, or engine.{by}={other}.",
         )
     if not count:
         return Drafting()

@@ -153,6 +153,11 @@ class EngineConfig:
         """The arithmetic used on a device kind: as asked, else f32 on "cpu", release elsewhere."""
         return self.arithmetic or ("f32" if device_kind == "cpu" else "release")
 
+    @property
+    def rule(self) -> str:
+        """The rule that drafts are verified by: `verification`, or "original" with that sampler."""
+        return "original" if self.sampler == "original" else self.verification
+
 
 @dataclass(frozen=True)
 class Settings:

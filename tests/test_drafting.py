@@ -45,14 +45,29 @@ def test_nothing_is_drafted_unless_asked(with_drafter):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"nextn": 6}, "(engine.nextn) is 6; the drafter was trained on blocks of 5"),
+        (
+            {"nextn": 6},
+            "DEEPINFER_USE_NEXTN_DECODE (engine.nextn) is 6; the drafter was trained on blocks of "
+            "5. All rows of a block see each other, so a wider one is none that it knows. Set it "
+            "to 5 or less.",
+        ),
         ({"nextn": 5, "engram": "mmap"}, "not on the device (engine.engram=mmap)"),
         ({"nextn": 2, "confidence_temperature": "1,2,3"}, "is '1,2,3'"),
         ({"nextn": 2, "confidence_temperature": "1,0"}, "is '1,0'"),
         ({"nextn": 2, "confidence_temperature": "warm"}, "one for each of 2 drafts"),
         (
             {"varlen": True, "verification": "rejection", "batch_invariant": True},
-            "engine.varlen is on with engine.verification=rejection and engine.batch_invariant",
+            "engine.varlen is on with engine.verification=rejection and engine.batch_invariant. "
+            "How many drafts are verified then depends on the other sequences, and with it the "
+            "random numbers that rejection uses. Set DEEPINFER_ENABLE_MTP_VARLEN=0, or "
+            "engine.verification=coupled.",
+        ),
+        (
+            {"varlen": True, "sampler": "original", "batch_invariant": True},
+            "engine.varlen is on with engine.sampler=original and engine.batch_invariant. How many "
+            "drafts are verified then depends on the other sequences, and with it the random "
+            "numbers that original uses. Set DEEPINFER_ENABLE_MTP_VARLEN=0, or "
+            "engine.sampler=stable.",
         ),
     ],
 )
@@ -63,8 +78,13 @@ def test_what_cannot_be_drafted_is_refused_by_name(with_drafter, asked, words):
 
 
 def test_drafts_without_a_drafter_are_refused(without):
-    with pytest.raises(ConfigError, match="is 5, and the checkpoint has no drafter"):
+    with pytest.raises(ConfigError) as caught:
         drafting_of(EngineConfig(nextn=5), CONFIG, without)
+    assert str(caught.value) == (
+        "DEEPINFER_USE_NEXTN_DECODE (engine.nextn) is 5, and the checkpoint has no drafter. "
+        "Drafts come from the mtp.* weights, which this one left out. "
+        "Set it to 0, leave it out, or use a checkpoint with a drafter."
+    )
 
 
 def test_coupled_verification_may_vary_in_length_where_runs_are_to_repeat(with_drafter):

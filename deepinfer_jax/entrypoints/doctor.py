@@ -107,7 +107,7 @@ def _examine_device(report: dict[str, Any], engine: settings.EngineConfig, xla_f
         {"op": r.op, "kernel": r.kernel, "batch_invariant": r.batch_invariant, "why": r.why}
         for r in ops.rows()
     ]
-    level = level_of(ops, xla_flags=xla_flags)
+    level = level_of(ops, xla_flags=xla_flags, varlen=engine.varlen, rule=engine.rule)
     report["level"] = {
         "name": level.name,
         "promise": level.promise,

@@ -25,12 +25,14 @@ _GPU_FLAGS = {
 class Level:
     """A level of `LEVELS`, the reason that it holds, and what the next one needs.
 
-    Both texts are one sentence without its full stop.
+    Both texts are one sentence without its full stop. `tokens` says whether equal bits make equal
+    tokens where requests fix their seeds.
     """
 
     name: str
     why: str
     next_needs: str
+    tokens: bool = True
 
     @property
     def promise(self) -> str:
@@ -40,14 +42,23 @@ class Level:
     @property
     def reachable(self) -> str:
         """The highest level that requests can still bring about; R3 only takes their seeds."""
-        return "R3" if self.name == "R2" else self.name
+        return "R3" if self.name == "R2" and self.tokens else self.name
 
 
-def level_of(ops: Ops, *, xla_flags: str, table: Mapping[str, Sequence[Kernel]] = OPS) -> Level:
+def level_of(
+    ops: Ops,
+    *,
+    xla_flags: str,
+    varlen: bool = False,
+    rule: str = "coupled",
+    table: Mapping[str, Sequence[Kernel]] = OPS,
+) -> Level:
     """The level that chosen kernels keep on their device under the text of XLA_FLAGS.
 
     R3 is never returned: it is R2 with a fixed `seq_seed` on every request, which the kernels
-    cannot know. `table` is what a batch-invariant choice would be made from.
+    cannot know. How many drafts are verified depends with `varlen` on the other sequences, and
+    under every rule but `coupled` so do the tokens. `table` is what a batch-invariant choice would
+    be made from.
     """
     kind = ops.device.kind
     if kind in ("sm90", "sm100"):
@@ -63,9 +74,16 @@ def level_of(ops: Ops, *, xla_flags: str, table: Mapping[str, Sequence[Kernel]] 
             "R0", f"equal bits have not been measured on {kind}", f"R1 needs a proof on {kind}"
         )
     if ops.batch_invariant:
-        return Level(
-            "R2", "every chosen kernel keeps rows apart", "R3 needs a seq_seed per request"
-        )
+        why = "every chosen kernel keeps rows apart"
+        if varlen and rule != "coupled":
+            instead = (
+                "engine.sampler=stable" if rule == "original" else "engine.verification=coupled"
+            )
+            needs = (
+                f"R3 needs DEEPINFER_ENABLE_MTP_VARLEN=0 or {instead}, and a seq_seed per request"
+            )
+            return Level("R2", why, needs, tokens=False)
+        return Level("R2", why, "R3 needs a seq_seed per request")
     try:
         select(ops.device, batch_invariant=True, table=table)
     except NoKernelError as error:

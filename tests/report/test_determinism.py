@@ -40,6 +40,26 @@ def test_batch_invariant_kernels_reach_the_second_level_and_allow_the_third():
 
 
 @pytest.mark.parametrize(
+    ("rule", "instead"),
+    [
+        ("rejection", "engine.verification=coupled"),
+        ("block", "engine.verification=coupled"),
+        ("original", "engine.sampler=stable"),
+    ],
+)
+def test_lengths_that_follow_the_other_sequences_leave_equal_tokens_to_coupling(rule, instead):
+    ops = select(Device.described("cpu"), batch_invariant=True, table=STEADY)
+    given = {"xla_flags": "", "table": STEADY}
+    found = level_of(ops, varlen=True, rule=rule, **given)
+    assert (found.name, found.reachable) == ("R2", "R2")
+    assert found.next_needs == (
+        f"R3 needs DEEPINFER_ENABLE_MTP_VARLEN=0 or {instead}, and a seq_seed per request"
+    )
+    for other in ({"varlen": True, "rule": "coupled"}, {"varlen": False, "rule": rule}):
+        assert level_of(ops, **other, **given).reachable == "R3"
+
+
+@pytest.mark.parametrize(
     ("flags", "name", "needed"),
     [
         ("", "R0", "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"),
