@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="random requests of tests/engine/test_random_requests.py, then on nano as well",
     )
+    parser.addoption(
+        "--draft-lengths",
+        action="store_true",
+        help="tests/engine/test_case_c04.py with every number of drafts, and on nano as well",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,11 @@
 """Drafting by a network's own drafter, through `LLM`: the tokens are those without drafts."""
 
-import hashlib
-
-import jax
 import numpy as np
 import pytest
+from draft_engine import committed, state_of
 from short_llm import open_llm, shorter_config, write_short_model
 
 from deepinfer_jax import SamplingParams
-from deepinfer_jax.model.cache import PAGE
 
 PROMPTS = [[3 + (7 * i + j) % 250 for j in range(20 + 30 * i)] for i in range(5)]
 TEMPERATURES = (0.0, 0.3, 0.8, 1.2, 0.0)
@@ -77,27 +74,6 @@ def test_what_drafts_write_can_be_scored_as_well_as_what_is_drawn(
     assert with_drafts.logprobs.top_ids.tolist() == without.logprobs.top_ids.tolist()
 
 
-def committed_state(llm):
-    """Length of slot 0, and a digest of all that the caches hold of its committed positions."""
-    engine = llm._engine
-    state = engine._run(lambda state: (state, jax.device_get(state))).result()
-    config, cache, length = llm.config, state.cache, int(state.length[0])
-    window = np.arange(max(0, length - config.sliding_window), length)
-    back = np.arange(length - config.engram_max_ngram_size + 1, length)
-    parts = [
-        cache.window[:, 0, window % cache.window.shape[2]],
-        cache.history[0, back % cache.history.shape[1]],
-    ]
-    for source in cache.sources:
-        entry = np.arange(length * source.entries.shape[1] // PAGE)
-        page, place = np.divmod(entry, source.entries.shape[1])
-        at = cache.table[0, page], place
-        parts += [source.entries[at], source.index_keys[at]]
-        if source.raw is not None:
-            parts.append(source.raw[0, (length - 1) % source.raw.shape[1]])
-    return length, hashlib.sha256(b"".join(np.ascontiguousarray(p) for p in parts)).hexdigest()
-
-
 def test_the_caches_hold_what_plain_decoding_leaves_there(folder, compiled):
     made = []
     for drafts in (0, 5):
@@ -106,7 +82,7 @@ def test_the_caches_hold_what_plain_decoding_leaves_there(folder, compiled):
         for tokens in (60, 61, 163):  # odd and even ends, and beyond the length of every ring
             params = SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True, seq_seed=1)
             output = llm.generate(None, [params], [PROMPTS[0]])[0].outputs[0]
-            length, digest = committed_state(llm)
+            length, digest, _ = committed(llm.config, state_of(llm._engine), 0)
             assert length == len(PROMPTS[0]) + tokens - 1
             made[-1].append((output.token_ids, digest))
     assert made[0] == made[1]
