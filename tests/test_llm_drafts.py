@@ -48,6 +48,8 @@ def test_coupled_drafts_change_no_token_at_any_temperature(write, expected, engi
     accepted = sum(output.outputs[0].accepted for output in outputs)
     assert (drafted, accepted) == (llm.meter.drafted, llm.meter.accepted)
     assert drafted > accepted > 0
+    # Lengths never vary by times that nobody measured.
+    assert llm._engine.measured == engine.get("varlen", False)
 
 
 @pytest.mark.parametrize("engine", [{"verification": "rejection"}, {"sampler": "original"}])

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from bitwise import assert_same_bits
 from golden_network import golden_network, load
+from short_llm import shorter_config, write_short_model
 
+from deepinfer_jax.assembly import assemble
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.cache import BACKTRACK, init_cache
 from deepinfer_jax.model.draft import (
@@ -23,6 +26,7 @@ from deepinfer_jax.model.draft import (
 from deepinfer_jax.model.transformer import forward
 from deepinfer_jax.ops.kernel import Kernel
 from deepinfer_jax.runner.step import pack_rows
+from deepinfer_jax.settings import EngineConfig
 
 ROWS, PARTS, POSITIONS = 24, 6, 320
 DECODES = ("p3_t24", "p40_t64", "p280_t300")
@@ -220,6 +224,34 @@ def test_rings_hold_what_follows_from_the_streams_that_enter_the_tapped_layers(f
             turned = turned * np.exp(1j * t * float(c.rope_theta) ** (-np.arange(half) / half))
             key[-2 * half :] = np.stack([turned.real, turned.imag], -1).reshape(-1)
             np.testing.assert_allclose(cache.draft[stage, 0, t % ring], key, atol=1e-4, rtol=0)
+
+
+def test_a_tap_is_the_stream_that_enters_a_layer_with_its_engram_and_without_its_output(tmp_path):
+    def silent(weights):
+        """Layers whose outputs are nothing, so that only Engrams change the mean of the streams."""
+        for name in weights:
+            if name.startswith("layers.") and name.endswith(("wo_b.weight", "w2.weight")):
+                weights[name][:] = 0
+
+    # The first tapped layer has an Engram, the second none.
+    folder = write_short_model(tmp_path / "model", shorter_config(), change=silent)
+    config = ModelConfig.from_file(folder)
+    assert (config.dspark_target_layer_ids, config.engram_layer_ids) == ((0, 1), (0,))
+    engine = EngineConfig(model=str(folder), arithmetic="f32")
+    token_map = np.arange(config.vocab_size, dtype=np.int32) % config.engram_compressed_vocab_size
+    made = assemble(folder, config, engine, token_map, traced=True)
+    rows = pack_rows([(np.arange(20, 32), 0, 0)], 12)
+    cache = init_cache(config, made.network.arithmetic, slots=1, positions=16)
+    run = jax.jit(
+        lambda *given: forward(*given, net=made.network),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+    out = run(made.params, cache, rows)
+    entered = np.asarray(out.trace["embed"])
+    with_engram = np.asarray(out.trace["L0.engram_out"]).mean(1)  # the streams with it
+    assert np.abs(with_engram - entered).max() > 1e-2
+    for tap in np.asarray(out.taps):
+        np.testing.assert_allclose(tap, with_engram, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

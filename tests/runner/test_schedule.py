@@ -10,7 +10,7 @@ from golden_network import golden_network, load
 
 from deepinfer_jax.model.transformer import forward, unembed
 from deepinfer_jax.runner.layout import Bucket, Flag, Part
-from deepinfer_jax.runner.schedule import StepInput, committed, derive, emit, with_pages
+from deepinfer_jax.runner.schedule import Drafts, StepInput, committed, derive, emit, with_pages
 from deepinfer_jax.runner.step import init_state
 
 ROWS, SLOTS, PAGES = 32, 3, 9
@@ -119,6 +119,84 @@ def test_new_pages_enter_the_table_and_no_other(state):
     given = plan(BUCKET, updates=[(1, 0, 7), (2, 1, 4)])
     table = np.asarray(with_pages(state.cache, given, BUCKET).table)
     assert table.tolist() == [[0, 0], [7, 0], [0, 4]]
+
+
+DRAFTED = Bucket(rows=12, decoder_rows=12, parts=4, updates=5, drafts=3)
+
+
+@pytest.fixture
+def drafted(state):
+    """Three sequences with three drafts each; those of slot 2 are the surest."""
+    token = jnp.asarray([[1, 2, 3], [4, 5, 6], [7, 8, 9]], jnp.int32)
+    sure = jnp.asarray([[0.5, 0.5, 0.5], [0.1, 0.1, 0.1], [0.9, 0.9, 0.9]], jnp.float32)
+    return state.replace(
+        token=jnp.asarray([70, 80, 90], jnp.int32),
+        length=jnp.asarray([5, 6, 7], jnp.int32),
+        drafts=Drafts(token, sure),
+    )
+
+
+def verifying(bucket, budget=-1):
+    """Slots 2 and 0 with up to three and one drafts, and a prompt of slot 1 behind them."""
+    given = plan(
+        bucket,
+        {"slot": 2, "count": 4},
+        {"slot": 0, "count": 2},
+        {"slot": 1, "ids": [11, 12, 13], "start": 128},
+    )
+    return given.replace(ints=given.ints.at[-1].set(budget))
+
+
+def listed(made, count):
+    """(slot, position, id) of the rows that are there, and their numbers."""
+    there = np.flatnonzero(np.asarray(made.rows.position) >= 0)
+    assert len(there) == count
+    columns = made.rows.slot, made.rows.position, made.rows.ids
+    return list(zip(*(np.asarray(c)[there].tolist() for c in columns), strict=True)), there
+
+
+@pytest.mark.parametrize(("varlen", "budget"), [(False, -1), (True, -1), (True, 4)])
+def test_every_draft_has_a_row_and_every_row_that_draws_finds_its_way_back(drafted, varlen, budget):
+    made = derive(drafted, verifying(DRAFTED, budget), DRAFTED, varlen=varlen)
+    rows, _ = listed(made, 9)
+    assert rows == [
+        *((2, 7, 90), (2, 8, 7), (2, 9, 8), (2, 10, 9)),
+        *((0, 5, 70), (0, 6, 1)),
+        *((1, 128, 11), (1, 129, 12), (1, 130, 13)),
+    ]
+    assert made.drafts[:3].tolist() == [[7, 8, 9], [1, -1, -1], [-1, -1, -1]]
+    assert made.drawn[:3].tolist() == [4, 2, 1]
+    for part, (slot, first, drawn) in enumerate([(2, 7, 4), (0, 5, 2), (1, 130, 1)]):
+        for place in range(drawn):
+            draw = int(made.at[part, place])
+            row = int(made.take[draw])
+            assert int(made.rows.slot[row]) == slot
+            assert int(made.rows.position[row]) == first + place
+            assert int(made.draw.position[draw]) == first + place + 1
+
+
+def test_a_budget_goes_to_the_surest_drafts_and_leaves_a_gap_before_prompts(drafted):
+    made = derive(drafted, verifying(DRAFTED, 2), DRAFTED, varlen=True)
+    rows, there = listed(made, 7)
+    assert rows[:4] == [(2, 7, 90), (2, 8, 7), (2, 9, 8), (0, 5, 70)]
+    assert there.tolist() == [0, 1, 2, 3, 6, 7, 8]
+    assert made.drafts[:2].tolist() == [[7, 8, -1], [-1, -1, -1]]
+    assert made.drawn[:3].tolist() == [3, 1, 1]
+    assert made.take[made.at[:3, 0]].tolist() == [0, 3, 8]
+
+
+def test_a_larger_bucket_only_adds_padding(drafted):
+    small, large = DRAFTED, Bucket(20, 20, 6, 5, 3)
+    a, b = (derive(drafted, verifying(bucket), bucket) for bucket in (small, large))
+    assert (listed(a, 9)[0], listed(a, 9)[1].tolist()) == (
+        listed(b, 9)[0],
+        listed(b, 9)[1].tolist(),
+    )
+    for name in ("slot", "end", "last", "drawn", "drafts", "draws"):
+        x, y = np.asarray(getattr(a, name)), np.asarray(getattr(b, name))
+        np.testing.assert_array_equal(x, y[:4], err_msg=name)
+    assert not np.asarray(b.draws)[3:].any() and not np.asarray(b.drawn)[3:].any()
+    assert (np.asarray(b.slot)[3:] >= SLOTS).all() and (np.asarray(b.drafts)[3:] == -1).all()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.sampling.accept import accept_block, accept_token_wise, leading
+from deepinfer_jax.sampling.lengths import split, survival
 
 G, TOKENS = 2, 3
 EXACT = 1e-12
@@ -160,6 +161,28 @@ def by_earlier_drafts(prefix, drafts):
     return 0 if sum(prefix) % 4 == 3 else 2 if drafts[0] != 1 else 1
 
 
+def survivals(prefix, drafts):
+    """Of both drafts; the confidence in the second one knows the first."""
+    sure = [np.random.default_rng([7, *prefix, *drafts[:j]]).uniform(0.3, 1) for j in range(G)]
+    return survival(np.array(sure, np.float32))
+
+
+def by_threshold(prefix, drafts):
+    return int((survivals(prefix, drafts) > 0.5).sum())
+
+
+def best_of_two(prefix, drafts):
+    """A total that knows nothing of the drafts, shared with a sequence beside this one."""
+    both = np.stack([survivals(prefix, drafts), np.array([0.7, 0.4], np.float32)])
+    return int(split(both, np.full(2, G), 2 + (1 + 3 * len(prefix)) % 5)[0]) - 1
+
+
+def early_stop(prefix, drafts):
+    """Drafts are admitted while each one raises the tokens per second."""
+    tokens = 1 + np.concatenate([[0.0], np.cumsum(survivals(prefix, drafts))])
+    return int(np.cumprod(np.diff(tokens * (1.0, 0.6, 0.47)) > 0).sum())
+
+
 # The published counter-example: tokens 0 and 1, and a confidence in the second draft that knows
 # the first one.
 STEPS_PER_SECOND = (1.0, 0.5, 0.45)
@@ -182,7 +205,10 @@ def until_no_gain(prefix, drafts):
 COIN = Model(2, target=lambda _: np.array([0.7, 0.3]), drafter=lambda _: np.array([0.5, 0.5]))
 
 
-@pytest.mark.parametrize("count_of", [all_drafts, by_prefix, by_earlier_drafts])
+OFFERS = [all_drafts, by_prefix, by_earlier_drafts, by_threshold, best_of_two, early_stop]
+
+
+@pytest.mark.parametrize("count_of", OFFERS)
 @pytest.mark.parametrize("rule", OUTCOMES)
 def test_three_tokens_follow_the_target_exactly(rule, count_of):
     for seed in range(6):
@@ -190,6 +216,12 @@ def test_three_tokens_follow_the_target_exactly(rule, count_of):
         np.testing.assert_allclose(
             emitted_law(rule, model, count_of), model.joint(), rtol=0, atol=EXACT
         )
+
+
+@pytest.mark.parametrize("count_of", [by_threshold, best_of_two, early_stop])
+def test_these_offers_depend_on_the_drafts_before(count_of):
+    counts = {count_of(prefix, (d, 0)) for prefix in ((), (0,), (1, 2)) for d in range(3)}
+    assert len(counts) > 1
 
 
 def test_an_offer_that_looks_at_the_draft_is_found_biased():

@@ -129,6 +129,32 @@ def test_worked_examples(sizes, ms, rows, stops_at):
 
 
 @pytest.mark.parametrize(
+    ("ms", "thousandfold"),
+    [
+        (
+            [10 + 0.8 * b for b in range(3, 13)],
+            [241.94, 299.24, 343.21, 382.09, 406.35, 423.11, 438.02, 448.31, 445.19, 433.14],
+        ),
+        (
+            [12.8] * 2 + [15.0] * 2 + [16.0] * 2 + [22.0] * 4,
+            [234.38, 308.59, 320.33, 377.00, 396.19, 433.69, 342.45, 366.80, 380.43, 385.89],
+        ),
+        (
+            [10.0] + [14.0] * 5 + [20.0] * 4,
+            [300.00, 282.14, 343.21, 403.93, 452.79, 495.64, 376.70, 403.48, 418.48, 424.48],
+        ),
+    ],
+    ids=["linear", "buckets", "cliff"],
+)
+def test_tokens_per_second_along_the_worked_path(ms, thousandfold):
+    values, found = survival(EXAMPLE), []
+    for total, time in zip(range(3, 13), ms, strict=True):
+        rows = split(values, every(values), total)
+        found.append(1000 * expected_tokens(values, rows) / time)
+    np.testing.assert_allclose(found, thousandfold, atol=0.006)
+
+
+@pytest.mark.parametrize(
     ("drafts", "rows"),
     [(0, [1, 1, 1]), (3, [1, 2, 3]), (4, [1, 3, 3]), (5, [2, 3, 3]), (6, [3, 3, 3]), (9, [4] * 3)],
 )
