@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -17,8 +16,8 @@ from deepinfer_jax.assembly import assemble
 from deepinfer_jax.drafting import drafting_of
 from deepinfer_jax.engine.admission import Admission, Request
 from deepinfer_jax.engine.meter import Meter, Snapshot
+from deepinfer_jax.engine.notices import Notices, Reporter
 from deepinfer_jax.engine.pairs import admit_pairs
-from deepinfer_jax.engine.programs import Compiled
 from deepinfer_jax.engine.sequence import Sequence as Sample
 from deepinfer_jax.engine_settings import check_replay, make_engine
 from deepinfer_jax.errors import RequestError
@@ -35,7 +34,6 @@ from deepinfer_jax.text.compressed_ids import check_compressed_map, compressed_t
 from deepinfer_jax.text.options import ChatOptions, check_options
 
 Prompt = str | Sequence[int] | np.ndarray
-Reporter = Callable[[str, float, float], None]
 
 
 class _Default(str):
@@ -68,8 +66,9 @@ class LLM:
             tokenizer: a tokenizer.json or its folder; the model's own when left out.
             config: name or file of an engine config.
             overrides: texts `a.b=c`, as `--set` takes them.
-            progress: called with (what, done, total) while loading and after each compilation.
-                Without it, a program that is compiled after warm-up is a RuntimeWarning.
+            progress: called with (what, done, total) while loading and after each compilation, and
+                with an "alarm: ..." once if the drafter's later places go wrong. Without it, that
+                and a program that is compiled after warm-up are RuntimeWarnings.
             engine: fields of `EngineConfig`, such as `max_num_seqs`, or the original engine's
                 names for them.
 
@@ -82,7 +81,7 @@ class LLM:
         self._env = environment.read()
         asked = settings.load(config, overrides, env=self._env, explicit=explicit)
         asked, folder, self._revision = located(asked, self._env)
-        self._settings, self._progress = asked, progress
+        self._settings, notices = asked, Notices(progress)
         self.config = asked.model_config()
         self.tokenizer = open_tokenizer(tokenizer, folder, self.config)
         token_map = compressed_token_map(self.tokenizer)
@@ -102,20 +101,12 @@ class LLM:
         )
         check_replay(asked.engine, self.config)
         self._engine = make_engine(
-            asked.engine, self.assembled, token_map, drafting, kept, self._compiled
+            asked.engine, self.assembled, token_map, drafting, kept, notices.compiled
         )
+        self._engine.acceptance.on_alarm = notices.alarm
         self._admission = Admission(
             self.tokenizer, self.config, self.max_model_len, cast(Any, asked.engine.truncate)
         )
-
-    def _compiled(self, program: Compiled) -> None:
-        if self._progress is None:
-            if program.late is not None:
-                warnings.warn(f"compiled {program.name}", RuntimeWarning, stacklevel=2)
-            return
-        self._progress(f"compiled {program.name}", program.seconds, program.seconds)
-        if program.total > 1:
-            self._progress("compile", program.done, program.total)
 
     @property
     def meter(self) -> Meter:

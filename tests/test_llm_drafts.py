@@ -52,6 +52,34 @@ def test_coupled_drafts_change_no_token_at_any_temperature(write, expected, engi
     assert llm._engine.measured == engine.get("varlen", False)
 
 
+def test_a_run_counts_its_drafts_by_place(write):
+    llm, outputs = write(nextn=5)
+    found = llm.snapshot.acceptance
+    drafted = sum(output.outputs[0].drafted for output in outputs)
+    assert (found.offered.sum(), found.kept.sum()) == (drafted, llm.meter.accepted)
+    assert (np.diff(found.offered) <= 0).all() and (np.diff(found.kept) <= 0).all()
+    assert (found.kept <= found.reached).all() and (found.reached <= found.offered).all()
+    assert found.kept[0] > 0 and found.reached[1] <= found.kept[0]
+
+
+def test_a_drafter_that_goes_wrong_is_told_of_once_during_a_run(folder, compiled):
+    said, calls = "Draft 2 is kept in 0.", []
+    for progress in (None, lambda what, *_: calls.append(what)):
+        llm = open_llm(folder, compiled, late_compile="warn", nextn=5, progress=progress)
+        counts = llm._engine.acceptance
+        counts.on_alarm, tell = None, counts.on_alarm
+        for _ in range(9995):  # as if all later places had been wrong for long
+            counts.count(5, 1)
+        counts.on_alarm = tell
+        calls.clear()
+        if progress is None:
+            with pytest.warns(RuntimeWarning, match=said):
+                llm.generate(None, PARAMS[:1], PROMPTS[:1])
+        else:
+            llm.generate(None, PARAMS[:1] * 4, PROMPTS[:1] * 4)
+            assert len([text for text in calls if text.startswith(f"alarm: {said}")]) == 1
+
+
 @pytest.mark.parametrize("engine", [{"verification": "rejection"}, {"sampler": "original"}])
 def test_rules_that_compare_laws_write_as_many_tokens_and_greedy_ones_alike(
     write, expected, engine

@@ -182,6 +182,7 @@ class Engine:
             pages=(pool.pages - 1, pool.allocatable, pool.cached),
             compiled=self._programs.count,
             late=len(self._programs.late),
+            acceptance=self.acceptance,
         )
 
     def prepare(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from deepinfer_jax.engine.acceptance import Acceptance
+
 
 @dataclass
 class Meter:
@@ -60,6 +62,7 @@ class Snapshot:
         pages_cached: pages of prefixes that nobody holds, which are given up when others need them.
         pages_total: pages that there are.
         compiled: programs; late: of them, those that were missing after warm-up.
+        acceptance: of drafts, place by place, since the model was loaded.
     """
 
     steps: int
@@ -81,6 +84,7 @@ class Snapshot:
     compiled: int
     compile_s: float
     late: int
+    acceptance: Acceptance
 
 
 def snapshot(
@@ -91,6 +95,7 @@ def snapshot(
     pages: tuple[int, int, int],
     compiled: int,
     late: int,
+    acceptance: Acceptance,
 ) -> Snapshot:
     """A `Snapshot` of a meter and of what is held; `pages` are total, allocatable and cached."""
     total, allocatable, cached = pages
@@ -114,6 +119,7 @@ def snapshot(
         compiled=compiled,
         compile_s=meter.compile_s,
         late=late,
+        acceptance=acceptance.copy(),
     )
 
 
@@ -129,7 +135,8 @@ def figures(start: Snapshot, before: Snapshot, now: Snapshot, seconds: float) ->
     Returns:
         Counts, tokens a second, `wait_share` (of the time of steps, the part in which the host
         waited for the device) and `host_us_per_step` (the other part, in microseconds a step,
-        with what the caller does between steps). A ratio of nothing is None.
+        with what the caller does between steps), then counts and rates of drafts by place, whose
+        lists are as long as a block and empty where nothing is drafted. A ratio of nothing is None.
     """
     steps, spent = now.steps - before.steps, now.step_s - before.step_s
     waited = now.wait_s - before.wait_s
@@ -157,6 +164,8 @@ def figures(start: Snapshot, before: Snapshot, now: Snapshot, seconds: float) ->
         "compiled": now.compiled,
         "compile_s": round(now.compile_s, 3),
         "late_compiles": now.late,
+        **now.acceptance.since(start.acceptance).counts(),
+        **now.acceptance.since(before.acceptance).rates(),
     }
 
 

@@ -93,7 +93,10 @@ def command(
         requests = Requests(len(batch.lines), journal.tally.answered, journal.tally.failed)
         watched = watching(llm, requests, phase="answering", live=live, metrics=out / METRICS)
         with journal, watched as watch:
-            _run(llm, llm.tokenizer, batch, journal, requests, watch)
+            try:
+                _run(llm, llm.tokenizer, batch, journal, requests, watch)
+            finally:
+                journal.drafts = watch.drafts
     summary = journal.summary()
     if as_json:
         print(json.dumps(summary))

@@ -91,7 +91,7 @@ def command(
     screen = console()
     streams = len(texts) == 1 and n == 1 and screen.is_terminal and not as_json_object
     outputs: dict[int, RequestOutput] = {}
-    interrupted = False
+    interrupted, drafts = False, None
     with Live(quiet) as live:
         llm = open_engine(
             live,
@@ -108,24 +108,34 @@ def command(
                 warm_up(llm, params, live)
                 live.doing("computing")
             requests = Requests(len(texts))
-            # A line that is renewed between the pieces of a text would tear it.
-            line = live if transcript is None else None
-            watched = watching(llm, requests, phase="computing", live=line, metrics=metrics)
+            watched = watching(
+                llm,
+                requests,
+                phase="computing",
+                live=live,
+                # A line that is renewed between the pieces of a text would tear it.
+                renewed=transcript is None,
+                metrics=metrics,
+            )
             try:
                 with watched as watch:
-                    for output in _run(llm, texts, params, chat, live, transcript):
-                        outputs[int(output.request_id)] = output
-                        keep(output)
-                        requests.done += output.error is None
-                        requests.failed += output.error is not None
-                        watch.show()
+                    try:
+                        for output in _run(llm, texts, params, chat, live, transcript):
+                            outputs[int(output.request_id)] = output
+                            keep(output)
+                            requests.done += output.error is None
+                            requests.failed += output.error is not None
+                            watch.show()
+                    finally:
+                        drafts = watch.drafts
             except KeyboardInterrupt:
                 interrupted = True
     finished = [outputs[number] for number in sorted(outputs)]
     truncated = sum(map(is_truncated, finished))
     if as_json_object:
         results = [as_json(output) for output in finished]
-        print(json_text({"results": results, "truncated_requests": truncated}))
+        counts = {"truncated_requests": truncated, "drafts": drafts}
+        print(json_text({"results": results, **counts}))
     elif transcript is None:
         _print_all(screen, finished)
     if not as_json_object:

@@ -15,7 +15,7 @@ from rich.text import Text
 _EVERY_S = 30.0
 _LEAST_S = 1.0  # a speed measured in less says nothing about the time that is left
 _PHASES = {"digest": "reading and hashing weights", "load": "loading weights"}
-_COMPILED, _LATE = "compiled ", "compiled late"
+_COMPILED, _LATE, _ALARM = "compiled ", "compiled late", "alarm: "
 
 
 class _Bar(BarColumn):
@@ -104,19 +104,19 @@ class Live:
     def report(self, what: str, done: float, total: float) -> None:
         """Show what `LLM` reports: bytes of loading, and each program once it is compiled.
 
-        A program that was missing after warm-up is a line that stays.
+        A program that was missing after warm-up is a line that stays, and so is an alarm.
         """
         if what == "compile":
             self.doing("compiling", f"{done:.0f} of {total:.0f} programs", done=done, total=total)
             return
-        if not what.startswith(_COMPILED):
+        if not what.startswith((_COMPILED, _ALARM)):
             size = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
             self.doing(_PHASES.get(what, what), size, done=done, total=total)
             return
-        text = f"{what} in {done:.1f} s"
+        text = what if what.startswith(_ALARM) else f"{what} in {done:.1f} s"
         if not self._terminal:
             self.note(text)
-        elif self._progress is not None and what.startswith(_LATE):
+        elif self._progress is not None and what.startswith((_LATE, _ALARM)):
             self.note(text)
         elif self._progress is not None:
             self.doing(self._phase, f"({text})")

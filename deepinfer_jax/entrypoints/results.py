@@ -61,6 +61,8 @@ def completion_json(sample: CompletionOutput) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "stop_reason": sample.stop_reason,
         "seq_seed": sample.seq_seed,
+        "drafted": sample.drafted,
+        "accepted": sample.accepted,
         "cumulative_logprob": _finite(sample.cumulative_logprob),
         "logprobs": None if sample.logprobs is None else _logprobs_json(sample.logprobs),
     }

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from deepinfer_jax.engine.acceptance import Acceptance
 from deepinfer_jax.engine.meter import Snapshot, figures
 from deepinfer_jax.entrypoints.progress import Live
 from deepinfer_jax.protocol.metrics_file import MetricsFile
@@ -47,18 +48,20 @@ class Watch:
         file: MetricsFile | None,
         *,
         phase: str,
+        renewed: bool = True,
     ):
         """Begin to watch.
 
         Args:
             engine: whose counts are shown; what it did before is left out.
             requests: kept up to date by the caller.
-            live: the line to renew, if there is one.
+            live: the line to renew, if there is one; it also gets the notes at the end.
             file: gets the lines, if there is one.
             phase: what the live line says is being done.
+            renewed: whether the live line is, which is no use while an answer is printed.
         """
         self._engine, self._requests, self._phase = engine, requests, phase
-        self._live, self._file = live, file
+        self._live, self._file, self._renewed = live, file, renewed
         self._start = self._before = engine.snapshot
         self._already = requests.done + requests.failed
         self._began = self._last = time.monotonic()
@@ -83,7 +86,7 @@ class Watch:
 
     def show(self, speed: float | None = None) -> None:
         """Renew the live line; `speed` is in tokens a second."""
-        if self._live is None:
+        if self._live is None or not self._renewed:
             return
         r, now = self._requests, self._before
         ended = r.done + r.failed
@@ -99,8 +102,20 @@ class Watch:
             self._phase, ", ".join(parts), done=ended, total=r.total, before=self._already
         )
 
+    @property
+    def drafts(self) -> dict[str, Any] | None:
+        """What became of the run's drafts so far, as plain JSON values; None if there were none."""
+        found = self._acceptance
+        return found.counts() | found.rates() if found.steps else None
+
+    @property
+    def _acceptance(self) -> Acceptance:
+        return self._engine.snapshot.acceptance.since(self._start.acceptance)
+
     def close(self) -> None:
-        """Say what bounded replay of the decoder has saved, if anything."""
+        """Say what drafts have brought and what bounded replay of the decoder has saved, if any."""
+        if self._live is not None and self._acceptance.steps:
+            self._live.note(_told(self._acceptance))
         now = self._engine.snapshot
         rows = now.skipped_rows - self._start.skipped_rows
         if self._live is not None and rows:
@@ -111,6 +126,32 @@ class Watch:
             )
 
 
+def _told(found: Acceptance) -> str:
+    """Tokens a step, and a table of drafts by place, as lines."""
+    drafts, kept, rates = int(found.offered.sum()), int(found.kept.sum()), found.rates()
+    rows = [
+        ("place", [str(place) for place in range(1, len(found.kept) + 1)]),
+        ("verified", [f"{count:,}" for count in found.offered.tolist()]),
+        ("kept", [f"{count:,}" for count in found.kept.tolist()]),
+        ("of those reached", [_percent(rate) for rate in rates["kept_of_reached"]]),
+    ]
+    width = max(len(cell) for _, cells in rows for cell in cells)
+    return "\n".join(
+        [
+            f"{kept:,} of {drafts:,} drafts kept: {rates['tokens_per_step']:.2f} tokens a step of "
+            f"a sequence, {rates['offered_per_step']:.2f} drafts verified",
+            *(
+                "  ".join([f"  {name:16}", *(f"{c:>{width}}" for c in cells)])
+                for name, cells in rows
+            ),
+        ]
+    )
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.1f} %"
+
+
 @contextmanager
 def watching(
     engine: Watched,
@@ -118,12 +159,13 @@ def watching(
     *,
     phase: str,
     live: Live | None = None,
+    renewed: bool = True,
     metrics: Path | None = None,
 ) -> Iterator[Watch]:
     """Watch a run, with a last line of metrics at its end, however it ends.
 
     Args:
-        engine, requests, phase, live: see `Watch`.
+        engine, requests, phase, live, renewed: see `Watch`.
         metrics: the file that gets a line a second, or None.
 
     Raises:
@@ -131,7 +173,7 @@ def watching(
     """
     with ExitStack() as stack:
         file = None if metrics is None else stack.enter_context(MetricsFile(metrics))
-        watch = Watch(engine, requests, live, file, phase=phase)
+        watch = Watch(engine, requests, live, file, phase=phase, renewed=renewed)
         engine.watch(watch.tick)
         stack.callback(engine.watch, None)
         try:

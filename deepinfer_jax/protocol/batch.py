@@ -110,6 +110,7 @@ def _result(
 ) -> Result:
     # A failed request has no tokens; its own name keeps it in the digest of the run.
     digest = hashlib.sha256(f"error {line.key}".encode()).hexdigest()
+    samples = [sample for output in outputs for sample in output.outputs]
     if error is None:
         digest = request_digest(outputs)
     response = None
@@ -124,7 +125,9 @@ def _result(
         "deepinfer": {
             "line": line.number,
             "digest": digest,
-            "seq_seed": [sample.seq_seed for output in outputs for sample in output.outputs],
+            "seq_seed": [sample.seq_seed for sample in samples],
             "truncated_tokens": sum(int(o.metrics.get("truncated_tokens", 0)) for o in outputs),
+            "drafted": sum(sample.drafted for sample in samples),
+            "accepted": sum(sample.accepted for sample in samples),
         },
     }

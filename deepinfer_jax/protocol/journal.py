@@ -70,6 +70,7 @@ class Journal:
         done: keys of the lines that have their result.
         tally: counts over them.
         resumed: how many of them an earlier run had left.
+        drafts: what became of this run's drafts, plain JSON values; None if there were none.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Journal:
         self.tally = Tally()
         self._folder, self._batch, self._ordered = folder, batch, ordered
         self._started = time.monotonic()
+        self.drafts: Mapping[str, Any] | None = None
         _refuse_input_as_output(folder, batch.path)
         self._results = ResultFile(folder / RESULTS)
         try:
@@ -145,6 +147,7 @@ class Journal:
                 "digest": f"sha256:{tally.digest}",
             },
             "time": {"run_s": round(time.monotonic() - self._started, 3)},
+            "drafts": None if self.drafts is None else dict(self.drafts),
         }
 
     def close(self) -> None:

@@ -14,13 +14,14 @@ from protocol.fake_engine import FakeEngine
 from rich.console import Console
 
 from deepinfer_jax import settings
+from deepinfer_jax.engine.acceptance import Acceptance
 from deepinfer_jax.engine.meter import Snapshot
 from deepinfer_jax.entrypoints import batch
 from deepinfer_jax.entrypoints.progress import Live
 from deepinfer_jax.protocol.ask import Ask
 from deepinfer_jax.request import RequestOutput
 
-IDLE = Snapshot(*[0] * len(fields(Snapshot)))
+IDLE = replace(Snapshot(*[0] * len(fields(Snapshot))), acceptance=Acceptance.empty(0))
 LINES = tuple(line(f"r{i}", model="nano") for i in range(5))
 
 
@@ -115,6 +116,33 @@ def test_json_is_the_record_of_the_run(deepinfer, opened, tmp_path):
         record.pop("time")
     assert code == 0
     assert printed == kept
+    assert kept["drafts"] is None
+
+
+def test_drafts_are_counted_by_request_and_over_the_run(deepinfer, opened, tmp_path, monkeypatch):
+    plain_one, found = Opened._one, Acceptance.empty(2)
+
+    def one(self, ask):
+        found.count(2, 1)
+        made = plain_one(self, ask)
+        drafted = (dataclasses.replace(s, drafted=2, accepted=1) for s in made.outputs)
+        return dataclasses.replace(made, outputs=tuple(drafted))
+
+    def snapshot(self):
+        return replace(IDLE, acceptance=found.copy())
+
+    monkeypatch.setattr(Opened, "_one", one)
+    monkeypatch.setattr(Opened, "snapshot", property(snapshot))
+    source, out = write(tmp_path, *LINES), tmp_path / "out"
+    code, said, told = deepinfer("batch", str(source), "-o", str(out), "--json")
+    printed, kept = json.loads(said), json.loads((out / "run.json").read_text())
+    assert code == 0
+    assert printed["drafts"] == kept["drafts"]
+    assert printed["drafts"]["kept_by_place"] == [5, 0]
+    assert printed["drafts"]["tokens_per_step"] == 2
+    counts = {(r["deepinfer"]["drafted"], r["deepinfer"]["accepted"]) for r in results(out)}
+    assert counts == {(2, 1)}
+    assert "5 of 10 drafts kept: 2.00 tokens a step of a sequence" in told
 
 
 def test_bad_lines_are_told_before_the_engine_opens_and_end_with_1(deepinfer, opened, tmp_path):

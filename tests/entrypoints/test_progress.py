@@ -93,6 +93,18 @@ def test_a_late_compilation_is_a_line_that_stays(shown):
         assert any("compiled late: step, 64 rows: no reason in 2.0 s" in text for text in lines)
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_an_alarm_is_a_line_that_stays(shown):
+    for terminal in (True, False):
+        console = screen(terminal)
+        with Live(console=console) as live:
+            if shown:
+                live.doing("computing")
+            live.report("alarm: Draft 2 is wrong.", 0, 0)
+        lines = console.file.getvalue().splitlines()
+        assert any(text.endswith("alarm: Draft 2 is wrong.") for text in lines)
+
+
 def test_time_that_is_left_follows_from_what_this_phase_has_done(clock):
     with Live(console=screen(True)) as live:
         live.doing("answering", done=60, total=100, before=60)

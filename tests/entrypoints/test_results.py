@@ -35,13 +35,20 @@ def test_log_probs_of_ruled_out_tokens_are_null():
         top=np.array([[-0.5, -INF]], np.float32),
     )
     sample = CompletionOutput(
-        index=0, text="a", token_ids=(7,), logprobs=found, cumulative_logprob=-INF
+        index=0,
+        text="a",
+        token_ids=(7,),
+        logprobs=found,
+        cumulative_logprob=-INF,
+        drafted=4,
+        accepted=3,
     )
     output = RequestOutput(
         request_id="0", prompt="p", prompt_token_ids=(1,), outputs=(sample,), finished=True
     )
     (made,) = strict(json.dumps(as_json(output), allow_nan=False))["outputs"]
     assert made["cumulative_logprob"] is None
+    assert (made["drafted"], made["accepted"]) == (4, 3)
     assert (made["logprobs"]["token"], made["logprobs"]["top"]) == ([None], [[-0.5, None]])
 
 

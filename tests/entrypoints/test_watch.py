@@ -7,13 +7,14 @@ from dataclasses import fields, replace
 import pytest
 from rich.console import Console
 
+from deepinfer_jax.engine.acceptance import Acceptance
 from deepinfer_jax.engine.meter import Snapshot
 from deepinfer_jax.entrypoints import progress, watch
 from deepinfer_jax.entrypoints.progress import Live
 from deepinfer_jax.entrypoints.watch import Requests, watching
 from deepinfer_jax.errors import ConfigError
 
-IDLE = Snapshot(*[0] * len(fields(Snapshot)))
+IDLE = replace(Snapshot(*[0] * len(fields(Snapshot))), acceptance=Acceptance.empty(0))
 
 
 class Engine:
@@ -129,3 +130,49 @@ def test_what_bounded_replay_saved_is_said_at_the_end_and_only_then(clock):
     with watching(engine, Requests(1), phase="answering", live=live):
         engine.step()
     assert len(notes) == 1
+
+
+def counted(*steps):
+    made = Acceptance.empty(2)
+    for offered, accepted in steps:
+        made.count(offered, accepted)
+    return made
+
+
+def test_drafts_by_place_stand_in_the_file_and_in_what_is_said_at_the_end(tmp_path, clock):
+    engine, notes, path = Engine(), [], tmp_path / "metrics.jsonl"
+    before = counted(*[(2, 0)] * 3)
+    engine.snapshot = replace(engine.snapshot, acceptance=before)
+    live = Live(quiet=True)
+    live.note = notes.append  # type: ignore[method-assign]
+    made = [(2, 2)] * 1500 + [(2, 1)] * 500 + [(1, 0)] * 500
+    with watching(engine, Requests(1), phase="x", live=live, metrics=path) as watch:
+        assert watch.drafts is None
+        engine.step(acceptance=counted(*[(2, 0)] * 3, *made))
+    (line,) = lines(path)
+    assert (line["verify_steps"], line["offered_by_place"]) == (2500, [2500, 2000])
+    assert (line["reached_by_place"], line["kept_by_place"]) == ([2500, 2000], [2000, 1500])
+    assert (line["kept_of_reached"], line["tokens_per_step"]) == ([0.8, 0.75], 2.4)
+    assert watch.drafts == {name: line[name] for name in watch.drafts}
+    assert notes == [
+        "3,500 of 4,500 drafts kept: 2.40 tokens a step of a sequence, 1.80 drafts verified\n"
+        "  place                  1       2\n"
+        "  verified           2,500   2,000\n"
+        "  kept               2,000   1,500\n"
+        "  of those reached  80.0 %  75.0 %"
+    ]
+
+
+def test_what_drafts_brought_is_said_even_where_no_line_is_renewed(clock):
+    console = Console(file=io.StringIO(), force_terminal=True, width=150, color_system=None)
+    engine = Engine()
+    engine.snapshot = replace(engine.snapshot, acceptance=counted())
+    with (
+        Live(console=console) as live,
+        watching(engine, Requests(1), phase="x", live=live, renewed=False),
+    ):
+        engine.step(acceptance=counted((2, 1)))
+        assert console.file.getvalue() == ""
+    said = console.file.getvalue()
+    assert said.startswith("1 of 2 drafts kept: 2.00 tokens a step of a sequence")
+    assert "100.0 %    0.0 %" in said
