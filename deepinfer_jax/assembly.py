@@ -144,6 +144,7 @@ def planner_of(
     folder: Path | None = None,
     traced: bool = False,
     drafter: bool = False,
+    drafts: int = 0,
 ) -> Planner:
     """What plans this network's memory on a device, which need not be there.
 
@@ -156,6 +157,7 @@ def planner_of(
             Engram tables that share a CPU's memory.
         traced: the network records its inside (`trace`).
         drafter: the draft model is held too.
+        drafts: tokens of a sequence that a step verifies at most.
 
     Raises:
         ConfigError: an Engram table of another size than its hash addresses. Planning raises it
@@ -170,7 +172,7 @@ def planner_of(
     network = Network(config, arithmetic(name, engine.cache_format), ops, traced, drafter)
     # Only a CPU's memory is the host's, where such tables lie.
     shared = engine.engram == "host" and device.kind == "cpu"
-    return Planner(network, free, _outside(folder, config) if shared else 0)
+    return Planner(network, free, _outside(folder, config) if shared else 0, drafts)
 
 
 def assemble(
@@ -181,6 +183,7 @@ def assemble(
     *,
     traced: bool = False,
     drafter: bool = False,
+    drafts: int = 0,
     tokenizer_sha256: str | None = None,
     progress: Progress | None = None,
     available_bytes: int | None = None,
@@ -198,6 +201,7 @@ def assemble(
         token_map: int32 [vocab], compressed token ids.
         traced: the network records its inside (`trace`).
         drafter: load the draft model too; a checkpoint without one is refused.
+        drafts: tokens of a sequence that a step verifies at most, for the plan.
         tokenizer_sha256: of tokenizer.json; refused if the weights name another.
         progress: called with (phase, done bytes, total bytes).
         available_bytes: memory that the device can give; None to leave the check out.
@@ -216,6 +220,7 @@ def assemble(
         free=available_bytes,
         traced=traced,
         drafter=drafter,
+        drafts=drafts,
     )
     network, plan = planner.network, planner.fitting(engine)
     dtype = np.dtype(network.arithmetic.dtype)

@@ -14,23 +14,25 @@ from deepinfer_jax.engine.plan import Limits
 from deepinfer_jax.engine.prefix import Reuse, replay, root_key
 from deepinfer_jax.engine.programs import Report
 from deepinfer_jax.errors import ConfigError
-from deepinfer_jax.model.cache import BACKTRACK, PAGE, pages_of
+from deepinfer_jax.model.cache import PAGE, pages_of
 from deepinfer_jax.model.transformer import decoder_start
 from deepinfer_jax.report.plan import MemoryPlan, page_updates
 from deepinfer_jax.runner.step import StepOptions
 from deepinfer_jax.settings import EngineConfig
 
 
-def check_replay(asked: EngineConfig, config: ModelConfig) -> None:
+def check_replay(asked: EngineConfig, config: ModelConfig, drafts: int = 0) -> None:
     """Refuse bounded replay of the decoder that this network cannot run, or that keeps too little.
 
-    At least a window and the positions that rejected drafts take back must stay.
+    At least a window and the positions that rejected drafts take back must stay: as many as rings
+    keep with so many `drafts` of a step.
 
     Raises:
         ConfigError: with the numbers.
     """
     mode, keep = asked.prefill_truncation, asked.prefill_keep_tokens
-    least = config.sliding_window + BACKTRACK
+    back = asked.backtracking(drafts)
+    least = config.sliding_window + back
     names = "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS (engine.prefill_keep_tokens)"
     if mode == "off" and keep:
         raise ConfigError(
@@ -43,7 +45,7 @@ def check_replay(asked: EngineConfig, config: ModelConfig) -> None:
     if keep < least:
         raise ConfigError(
             f"{names} is {keep}; with truncation mode {mode} at least {least} are needed.",
-            f"The decoder's window is {config.sliding_window} tokens, and {BACKTRACK} more must "
+            f"The decoder's window is {config.sliding_window} tokens, and {back} more must "
             "stay for drafts that are rejected.",
             f"Set it to {least} or more; 140 is the published value for a window of 128.",
         )
@@ -57,8 +59,8 @@ def check_replay(asked: EngineConfig, config: ModelConfig) -> None:
         )
 
 
-def limits_of(plan: MemoryPlan, config: ModelConfig, drafts: int = 0) -> Limits:
-    """The engine's sizes: those that were planned, with `drafts` of a sequence verified a step."""
+def limits_of(plan: MemoryPlan, config: ModelConfig) -> Limits:
+    """The engine's sizes: those that were planned."""
     back = config.engram_max_ngram_size - 1
     return Limits(
         slots=plan.slots,
@@ -68,7 +70,8 @@ def limits_of(plan: MemoryPlan, config: ModelConfig, drafts: int = 0) -> Limits:
         table_pages=pages_of(plan.positions),
         updates=page_updates(plan.slots, plan.positions),
         look_back=back + back % 2,
-        drafts=drafts,
+        drafts=plan.drafts,
+        backtrack=plan.backtrack,
     )
 
 
@@ -108,7 +111,7 @@ def make_engine(
         asked: the settings; checked by `check_replay` before.
         net: the network on its device.
         token_map: int32 [vocab], compressed token ids.
-        drafting: what is drafted; `net` has a drafter for it.
+        drafting: what is drafted; `net` has a drafter for it, and its plan has as many drafts.
         kept: folder of compiled programs, or None.
         report: called after each program is compiled.
     """
@@ -116,7 +119,7 @@ def make_engine(
         net.network,
         net.params,
         net.mesh,
-        limits=limits_of(net.plan, net.network.config, drafting.count),
+        limits=limits_of(net.plan, net.network.config),
         options=StepOptions(
             draw=cast(Any, asked.sampler),
             logprobs=cast(Any, asked.logprobs_mode),

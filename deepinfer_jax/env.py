@@ -55,6 +55,12 @@ _HONOURED = (
     Variable("YOCO_PREFILL_KEEP_TOKENS", "int", "prompt tokens that bounded replay keeps", "0"),
     Variable("USE_NEXTN_DECODE", "int", "tokens drafted for a sequence in a step", "0"),
     Variable(
+        "MAX_BACKTRACKING_TOKENS",
+        "int",
+        "positions that rings keep beyond their window, at least one more than is drafted",
+        "6",
+    ),
+    Variable(
         "ENABLE_MTP_VARLEN", "bool", "1: how many drafts are verified follows confidence", "0"
     ),
     Variable(
@@ -72,10 +78,6 @@ _MISSING = (
     (
         "falling back to another kernel would change results without a trace",
         "KERNEL_POLICY text strict",
-    ),
-    (
-        "rings keep 6 positions beyond their window, which is what a block of 5 drafts takes back",
-        "MAX_BACKTRACKING_TOKENS int 6",
     ),
     (
         "expert load balancing is not built yet",
@@ -199,6 +201,7 @@ class Env:
         prefill_truncation: "off", "mask" or "compact", or None when not set.
         prefill_keep_tokens: or None when not set.
         nextn: draft tokens per step, or None when not set.
+        max_backtracking_tokens: or None when not set.
         varlen: verify by confidence, or None when not set.
         confidence_temperature: as given, or None when not set.
         cost_cache_dir: folder of measured times, or None when not set. cost_cache_ttl: seconds.
@@ -215,6 +218,7 @@ class Env:
     prefill_truncation: str | None = None
     prefill_keep_tokens: int | None = None
     nextn: int | None = None
+    max_backtracking_tokens: int | None = None
     varlen: bool | None = None
     confidence_temperature: str | None = None
     cost_cache_dir: str | None = None
@@ -263,6 +267,7 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
         prefill_truncation=values.get("YOCO_PREFILL_TRUNCATION_MODE"),
         prefill_keep_tokens=_number(values, "YOCO_PREFILL_KEEP_TOKENS"),
         nextn=_number(values, "USE_NEXTN_DECODE"),
+        max_backtracking_tokens=_number(values, "MAX_BACKTRACKING_TOKENS"),
         varlen=None if varlen is None else varlen == "1",
         confidence_temperature=values.get("DFLASH_CONFIDENCE_HEAD_TEMPERATURE"),
         cost_cache_dir=values.get("DECODE_PERF_CACHE_DIR"),

@@ -95,11 +95,12 @@ class LLM:
             asked.engine,
             token_map,
             drafter=drafting.count > 0,
+            drafts=drafting.count,
             tokenizer_sha256=self.tokenizer.digest,
             progress=progress,
             available_bytes=free_bytes(devices()[0]),
         )
-        check_replay(asked.engine, self.config)
+        check_replay(asked.engine, self.config, drafting.count)
         self._engine = make_engine(
             asked.engine, self.assembled, token_map, drafting, kept, notices.compiled
         )

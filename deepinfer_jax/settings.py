@@ -45,7 +45,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _SWITCHES = frozenset({"batch_invariant", "overlap", "prefill_first_exact", "varlen"})
 _COUNTS = frozenset({"max_model_len", "max_num_seqs", "max_num_batched_tokens", "pages"})
-_AMOUNTS = frozenset({"swap_pages", "prefill_keep_tokens", "nextn", "cost_cache_ttl"})
+_AMOUNTS = frozenset(
+    {"swap_pages", "prefill_keep_tokens", "nextn", "max_backtracking_tokens", "cost_cache_ttl"}
+)
 # These fields take "auto" in a file or in --set, which leaves the choice to the engine.
 _OPTIONAL = frozenset(
     {
@@ -95,6 +97,8 @@ class EngineConfig:
         overlap: a step is launched before the results of the one before it are read.
         nextn: tokens that are drafted for each sequence in a step; None means the drafter's block,
             or 0 for a checkpoint without a drafter.
+        max_backtracking_tokens: positions that rings keep beyond their window, so that drafts can
+            be undone; where it is less than one more than is drafted, they keep that many.
         verification: which drafts are kept: those that equal the target's own draw ("coupled": the
             tokens are those of decoding without drafts), or by token-wise "rejection" or "block"
             verification, which keep more and the distribution. The original sampler has a rule of
@@ -135,6 +139,7 @@ class EngineConfig:
     prefill_first_exact: bool = False
     overlap: bool = True
     nextn: int | None = 0
+    max_backtracking_tokens: int = 6
     verification: str = "coupled"
     varlen: bool = False
     confidence_temperature: str = "1.0"
@@ -157,6 +162,13 @@ class EngineConfig:
     def rule(self) -> str:
         """The rule that drafts are verified by: `verification`, or "original" with that sampler."""
         return "original" if self.sampler == "original" else self.verification
+
+    def backtracking(self, drafts: int) -> int:
+        """Positions that rings keep beyond their window where a step verifies so many drafts.
+
+        max(max_backtracking_tokens, drafts + 1), as the original engine has it.
+        """
+        return max(self.max_backtracking_tokens, drafts + 1)
 
 
 @dataclass(frozen=True)
@@ -305,6 +317,7 @@ def _from_env(env: Env) -> dict[str, Any]:
         "prefill_truncation": env.prefill_truncation,
         "prefill_keep_tokens": env.prefill_keep_tokens,
         "nextn": env.nextn,
+        "max_backtracking_tokens": env.max_backtracking_tokens,
         "varlen": env.varlen,
         "confidence_temperature": env.confidence_temperature,
         "cost_cache_dir": env.cost_cache_dir,

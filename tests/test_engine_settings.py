@@ -31,6 +31,19 @@ def test_bounded_replay_keeps_a_window_and_what_drafts_take_back(flash, mode, ke
     check_replay(asked(mode, 134), flash)
 
 
+@pytest.mark.parametrize(
+    ("backtracking", "drafts", "least"), [(6, 5, 134), (0, 5, 134), (0, 0, 129), (10, 5, 138)]
+)
+def test_what_is_kept_covers_backtracking_or_the_rows_that_a_step_verifies(
+    flash, backtracking, drafts, least
+):
+    keep = dataclasses.replace(asked(keep=least), max_backtracking_tokens=backtracking)
+    check_replay(keep, flash, drafts)
+    less = dataclasses.replace(keep, prefill_keep_tokens=least - 1)
+    with pytest.raises(ConfigError, match=f"at least {least} are needed"):
+        check_replay(less, flash, drafts)
+
+
 def test_a_number_that_would_do_nothing_is_refused(flash):
     with pytest.raises(ConfigError, match="is 140, but prefill truncation is off"):
         check_replay(asked("off", 140), flash)
@@ -47,9 +60,11 @@ def test_a_decoder_with_engram_memory_cannot_leave_rows_out():
 
 def test_the_engine_has_the_sizes_that_were_planned(flash):
     parts = ("weights", "engram_tables", "windows", "entries", "index_keys", "slot_state", "step")
-    plan = MemoryPlan(**dict.fromkeys(parts, 0), slots=64, positions=4096, rows=65, pages=2048)
+    sizes = {"slots": 64, "positions": 4096, "rows": 400, "pages": 2048}
+    plan = MemoryPlan(**dict.fromkeys(parts, 0), **sizes, drafts=5, backtrack=9)
     limits = limits_of(plan, flash)
-    assert (limits.slots, limits.rows, limits.pages) == (64, 65, 1 + 2048)
+    assert (limits.slots, limits.rows, limits.pages) == (64, 400, 1 + 2048)
+    assert (limits.drafts, limits.backtrack) == (5, 9)
     assert (limits.max_model_len, limits.table_pages) == (4096, 32)
     # A step of one row a slot can also send a whole table; four ids lead a replay.
     assert (limits.updates, limits.look_back) == (64 + 1 + 32, 4)

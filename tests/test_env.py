@@ -25,6 +25,7 @@ def test_honoured_variables_arrive_parsed():
             "DEEPINFER_KERNEL_POLICY": "strict",
             "DEEPINFER_KERNEL_SPARSE_MLA": "xla",
             "DEEPINFER_USE_NEXTN_DECODE": "0",
+            "DEEPINFER_MAX_BACKTRACKING_TOKENS": "11",
             "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "compact",
             "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140",
             "XLA_FLAGS": "--xla_x=1",
@@ -36,7 +37,7 @@ def test_honoured_variables_arrive_parsed():
     assert read.engram == "host"
     assert read.kernel_policy == "strict"
     assert read.kernels == (("sparse_mla", "xla"),)
-    assert read.nextn == 0
+    assert (read.nextn, read.max_backtracking_tokens) == (0, 11)
     assert (read.prefill_truncation, read.prefill_keep_tokens) == ("compact", 140)
     assert read.xla_flags == "--xla_x=1"
     assert ("DEEPINFER_BATCH_INVARIANT", "1") in read.given
@@ -72,7 +73,6 @@ def test_a_name_like_no_other_is_refused_too():
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("DEEPINFER_MAX_BACKTRACKING_TOKENS", "7", "rings keep 6 positions"),
         ("DEEPINFER_KERNEL_POLICY", "auto", "without a trace"),
         ("DEEPINFER_NCCL_NUM_SMS", "32", "belong to XLA"),
         ("DEEPINFER_ACCELERATOR", "nvidia", "JAX_PLATFORMS"),

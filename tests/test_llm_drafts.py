@@ -104,6 +104,31 @@ def test_what_drafts_write_can_be_scored_as_well_as_what_is_drawn(
     assert with_drafts.logprobs.top_ids.tolist() == without.logprobs.top_ids.tolist()
 
 
+def rings(llm):
+    """Positions of a window ring, of a draft ring if there is one, and of a pair's raw rows."""
+    cache = llm._engine.programs.state_shapes.cache
+    draft = None if cache.draft is None else cache.draft.shape[2]
+    return cache.window.shape[2], draft, cache.sources[0].raw.shape[1]
+
+
+def test_more_backtracking_is_longer_rings_and_the_same_tokens(folder, compiled, expected):
+    for nextn, backtracking, kept in ((5, 6, 6), (5, 0, 6), (0, 3, 3), (5, 11, 11)):
+        llm = open_llm(
+            folder,
+            compiled,
+            late_compile="warn",
+            nextn=nextn,
+            max_backtracking_tokens=backtracking,
+        )
+        window = llm.config.sliding_window + kept
+        assert rings(llm) == (window, window if nextn else None, 2 + kept)
+        assert (llm.plan().backtrack, llm.plan().drafts) == (kept, nextn)
+    # Several times around the ring; the last of the engines has the longest.
+    output = llm.generate(None, PARAMS[2:3], PROMPTS[2:3])[0].outputs[0]
+    assert output.token_ids == expected[2]
+    assert llm.meter.accepted
+
+
 def test_the_caches_hold_what_plain_decoding_leaves_there(folder, compiled):
     made = []
     for drafts in (0, 5):

@@ -8,6 +8,7 @@ from deepinfer_jax import settings
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.env import Env
 from deepinfer_jax.errors import CheckpointError, ConfigError
+from deepinfer_jax.model.cache import BACKTRACK
 from deepinfer_jax.model.engram_hash import engram_hash
 from deepinfer_jax.settings import EngineConfig, load
 from deepinfer_jax.text.compressed_ids import compressed_token_map
@@ -117,6 +118,13 @@ def test_precedence_is_explicit_then_set_then_environment_then_file(write):
     assert source_of(resolved, "engine.weights") == ("packed", "file")
     assert source_of(resolved, "engine.sampler") == ("stable", "default")
     assert resolved.engine.compile_cache_dir == "/cache"
+
+
+def test_backtracking_from_the_environment_is_at_least_a_step_s_rows():
+    resolved = load(env=Env(max_backtracking_tokens=9))
+    assert source_of(resolved, "engine.max_backtracking_tokens") == (9, "environment")
+    assert [resolved.engine.backtracking(drafts) for drafts in (0, 5, 8, 9)] == [9, 9, 9, 10]
+    assert EngineConfig().backtracking(0) == EngineConfig().backtracking(5) == BACKTRACK
 
 
 def test_kernels_merge_op_by_op(write):
@@ -259,6 +267,7 @@ def test_an_illegal_file_is_refused(write, text, message):
         ("engines.max_num_seqs=3", "Did you mean engine"),
         ("engine.max_nm_seqs=3", "Did you mean engine.max_num_seqs"),
         ("engine.batch_invariant=yes", "'yes' .--set., which is not true or false"),
+        ("engine.max_backtracking_tokens=-1", "is -1 .--set., which is not an integer that is not"),
         ("model.hidden_size=wide", "model.hidden_size is 'wide' .--set., .* type of 128"),
         ("model.hidden_size=1.5", "model.hidden_size is 1.5"),
         ("model.hiden_size=64", "nearest: hidden_size"),

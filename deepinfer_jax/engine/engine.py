@@ -139,6 +139,7 @@ class Engine:
             pages=limits.pages,
             drafts=limits.drafts,
             compared=self._options.rule != "coupled",
+            backtrack=limits.backtrack,
         )
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         self._lane = Lane(jax.device_put(state, replicated(self._mesh)))

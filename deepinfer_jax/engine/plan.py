@@ -39,6 +39,7 @@ class Limits:
         aging_s: seconds of waiting that count as one level of priority.
         strikes: preemptions after which a sequence is admitted next, all its pages set aside.
         drafts: tokens of a sequence that a step verifies at most.
+        backtrack: positions that rings keep beyond their window, at least drafts + 1.
 
     Raises:
         ConfigError: a step is too small for every slot to go on.
@@ -55,6 +56,7 @@ class Limits:
     aging_s: float = 10.0
     strikes: int = 3
     drafts: int = 0
+    backtrack: int = 6
 
     def __post_init__(self) -> None:
         verified = self.slots * (1 + self.drafts)

@@ -14,7 +14,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.arithmetic import Arithmetic
 from deepinfer_jax.model.records import RELEASE, CacheFormat, KeyFormat
 
-BACKTRACK = 6  # positions a ring keeps beyond its window, so that rejected drafts can be undone
+BACKTRACK = 6  # positions a ring keeps beyond its window unless told, for the drafts of a block
 PAGE = 128  # positions of one page; even, so that no group of a compressor straddles two pages
 _NOWHERE = jnp.iinfo(jnp.int32).max  # an index that a scatter drops
 
@@ -125,7 +125,7 @@ class Cache:
 
     Attributes:
         window: [layers, slots, ring, stored k], after RoPE, in the arithmetic's cache format;
-            ring = window + BACKTRACK.
+            ring = window + what rejected drafts take back.
         sources: one per kv source, in order; a page has the same number in all of them.
         history: int32 [slots, ring], compressed token ids; -1 for a token of an image span.
         table: int32 [slots, pages of the longest sequence], page numbers; 0 where none is given.
@@ -153,15 +153,17 @@ def init_cache(
     positions: int,
     pages: int | None = None,
     drafter: bool = False,
+    backtrack: int = BACKTRACK,
 ) -> Cache:
     """Zeroed caches for `slots` sequences of at most `positions` tokens each.
 
     `pages` counts page 0, which belongs to nobody; their owners are written into the table by
     whoever gives them out. Without it every slot owns the pages it can ever need. With `drafter`
-    there are rings for the draft stages too.
+    there are rings for the draft stages too. Rings keep `backtrack` positions beyond their window,
+    so that rejected drafts can be undone: one more than a step verifies at least.
     """
     k, caches = config.head_dim, arithmetic.caches
-    ring, per_slot = config.sliding_window + BACKTRACK, pages_of(positions)
+    ring, per_slot = config.sliding_window + backtrack, pages_of(positions)
     table: np.ndarray = np.zeros((slots, per_slot), np.int32)
     if pages is None:
         pages = 1 + slots * per_slot
@@ -174,7 +176,7 @@ def init_cache(
     for layer in config.kv_source_layer_ids:
         ratio = config.compress_ratios[layer]
         held = pages, PAGE // ratio
-        raw = jnp.zeros((slots, ratio + BACKTRACK, 2 * k), jnp.float32) if ratio > 1 else None
+        raw = jnp.zeros((slots, ratio + backtrack, 2 * k), jnp.float32) if ratio > 1 else None
         sources.append(
             SourceCache(
                 entries=zeros(caches.entry, k, *held),
@@ -185,7 +187,7 @@ def init_cache(
     return Cache(
         window=zeros(caches.window, k, config.num_hidden_layers, slots, ring),
         sources=tuple(sources),
-        history=jnp.full((slots, config.engram_max_ngram_size - 1 + BACKTRACK), -1, jnp.int32),
+        history=jnp.full((slots, config.engram_max_ngram_size - 1 + backtrack), -1, jnp.int32),
         table=jnp.asarray(table),
         draft=zeros(caches.window, k, len(config.stages), slots, ring) if drafter else None,
     )

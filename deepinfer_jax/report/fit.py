@@ -50,11 +50,13 @@ class Planner:
         free: bytes that there are; None leaves the check out.
         outside: bytes of Engram tables that are not parameters and lie in the same memory when
             they are held on the host.
+        drafts: tokens of a sequence that a step verifies at most.
     """
 
     network: Network
     free: int | None
     outside: int = 0
+    drafts: int = 0
 
     def fitting(self, engine: EngineConfig) -> MemoryPlan:
         """The plan to run: as asked, or as long as memory holds when no length was asked for.
@@ -132,7 +134,14 @@ class Planner:
         return self.free is None or plan.total + plan.step // 2 <= self.free
 
     def _at(self, engine: EngineConfig, positions: int) -> MemoryPlan:
-        return memory_plan(self.network, engine, positions, free=self.free, outside=self.outside)
+        return memory_plan(
+            self.network,
+            engine,
+            positions,
+            free=self.free,
+            outside=self.outside,
+            drafts=self.drafts,
+        )
 
     def _most(self, engine: EngineConfig, name: str, least: int, most: int) -> int:
         """The largest value of a field from `least` to `most` with which a plan is found, or 0."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError, MemoryPlanError
-from deepinfer_jax.model.cache import PAGE, init_cache, pages_of
+from deepinfer_jax.model.cache import BACKTRACK, PAGE, pages_of
 from deepinfer_jax.model.params import ParamSpec, param_specs
 from deepinfer_jax.model.transformer import Network
 from deepinfer_jax.report.temporaries import step_temporaries
@@ -41,6 +41,8 @@ class MemoryPlan:
         slots, positions: sequences at a time, and the longest of them in tokens.
         rows: tokens of one step at most.
         pages: of `page` tokens each, without the one that belongs to nobody.
+        drafts: tokens of a sequence that a step verifies at most.
+        backtrack: positions that rings keep beyond their window.
         free: what the device could still give before the weights were loaded; None when unknown.
     """
 
@@ -56,6 +58,8 @@ class MemoryPlan:
     rows: int
     pages: int
     page: int = PAGE
+    drafts: int = 0
+    backtrack: int = BACKTRACK
     free: int | None = None
 
     @property
@@ -127,7 +131,13 @@ def max_length(engine: EngineConfig, config: ModelConfig) -> int:
 
 
 def memory_plan(
-    net: Network, engine: EngineConfig, positions: int, *, free: int | None, outside: int = 0
+    net: Network,
+    engine: EngineConfig,
+    positions: int,
+    *,
+    free: int | None,
+    outside: int = 0,
+    drafts: int = 0,
 ) -> MemoryPlan:
     """The plan of these sizes, whether it fits or not.
 
@@ -138,23 +148,18 @@ def memory_plan(
         free: bytes that there are, None when unknown.
         outside: bytes of Engram tables that are not parameters and lie in the same memory when
             they are held on the host.
+        drafts: tokens of a sequence that a step verifies at most.
     """
     slots = engine.max_num_seqs
     held, tables = _parameters(net, engine.weights, engine.engram == "device")
     pages = slots * pages_of(positions) if engine.pages is None else engine.pages
+    backtrack = engine.backtracking(drafts)
     state = jax.eval_shape(
-        lambda: init_state(net, slots=slots, positions=positions, pages=1 + pages)
-    )
-    cache = jax.eval_shape(
-        lambda: init_cache(
-            net.config,
-            net.arithmetic,
-            slots=slots,
-            positions=positions,
-            pages=1 + pages,
-            drafter=net.drafter,
+        lambda: init_state(
+            net, slots=slots, positions=positions, pages=1 + pages, backtrack=backtrack
         )
     )
+    cache = state.cache
     windows = nbytes((cache.window, cache.draft))
     entries = sum(nbytes(source.entries) for source in cache.sources)
     index_keys = sum(nbytes(source.index_keys) for source in cache.sources)
@@ -167,6 +172,7 @@ def memory_plan(
         parts=slots,
         slots=slots,
         positions=positions,
+        backtrack=backtrack,
     )
     angles = 2 * net.config.qk_rope_head_dim * _F32.itemsize  # of one position, both tables
     return MemoryPlan(
@@ -181,6 +187,8 @@ def memory_plan(
         positions=positions,
         rows=rows,
         pages=pages,
+        drafts=drafts,
+        backtrack=backtrack,
         free=free,
     )
 

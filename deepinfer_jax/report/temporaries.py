@@ -23,7 +23,14 @@ _STREAMS = 3  # residual streams, float32: before and after a sublayer, and the 
 
 
 def step_temporaries(
-    net: Network, *, packed: bool, rows: int, parts: int, slots: int, positions: int
+    net: Network,
+    *,
+    packed: bool,
+    rows: int,
+    parts: int,
+    slots: int,
+    positions: int,
+    backtrack: int = BACKTRACK,
 ) -> int:
     """Bytes that one step holds while it runs.
 
@@ -32,13 +39,14 @@ def step_temporaries(
         packed: weights stay in their stored formats and are expanded where they are used.
         rows, parts: of the step: tokens, and sequences that draw.
         slots, positions: of the caches: sequences, and the longest of them in tokens.
+        backtrack: positions that rings keep beyond their window.
     """
-    layers = _activations(net, rows, slots, positions)
+    layers = _activations(net, rows, slots, positions, backtrack)
     logits = _LOGITS * parts * net.config.vocab_size * _F32
     return max(layers, logits) + _weights(net, packed)
 
 
-def _activations(net: Network, n: int, slots: int, positions: int) -> int:
+def _activations(net: Network, n: int, slots: int, positions: int, backtrack: int) -> int:
     """Bytes while the layers run.
 
     XLA makes the result arrays of all loops over rows before the first layer: one a layer for the
@@ -51,7 +59,7 @@ def _activations(net: Network, n: int, slots: int, positions: int) -> int:
     tiled = net.ops.sparse_mla.name == "tiles" and min(n, c.sliding_window) >= TILE
     entries = pages_of(positions) * PAGE
     scores = sum(entries // plan.ratio for plan in c.layers if plan.owns_index)
-    ring = c.sliding_window + BACKTRACK
+    ring = c.sliding_window + backtrack
     keys = (TILE if tiled else n) * (c.sliding_window + c.index_topk)
     return (
         loops * n * (c.num_experts_per_tok * d * _F32 + tiled * heads * b)

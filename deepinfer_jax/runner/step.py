@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.model.cache import Rows, init_cache
+from deepinfer_jax.model.cache import BACKTRACK, Rows, init_cache
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.transformer import Network, forward, unembed
 from deepinfer_jax.runner.layout import Bucket
@@ -261,8 +261,11 @@ def init_state(
     pages: int | None = None,
     drafts: int = 0,
     compared: bool = False,
+    backtrack: int = BACKTRACK,
 ) -> EngineState:
-    """A state of `slots` sequences of at most `positions` tokens; `pages` as in `init_cache`.
+    """A state of `slots` sequences of at most `positions` tokens.
+
+    `pages` and `backtrack` are those of `init_cache`.
 
     `drafts` is how many tokens a sequence can have verified in a step; with `compared`, what they
     were drawn from is kept too.
@@ -274,6 +277,7 @@ def init_state(
         positions=positions,
         pages=pages,
         drafter=net.drafter,
+        backtrack=backtrack,
     )
     law = (slots, drafts, net.config.vocab_size)
     return EngineState(
