@@ -26,20 +26,23 @@ class Drafting:
     temperature: tuple[float, ...] = ()
 
 
-def drafting_of(asked: EngineConfig, config: ModelConfig, folder: Path | None) -> Drafting:
+def drafting_of(
+    asked: EngineConfig, config: ModelConfig, folder: Path | None, *, assumed: bool = False
+) -> Drafting:
     """How much an engine drafts.
 
     Args:
         asked: its settings.
         config: of the network.
         folder: of the weights, of which only the names are read; None for a network without.
+        assumed: weights that are not there have the drafter that the config describes, for plans.
 
     Raises:
         ConfigError: more drafts than the block has or than there is a drafter for, drafts without
             Engram tables on the device, confidence temperatures of another number or out of
             range, or verification that depends on the batch where determinism was asked for.
     """
-    count = _count(asked, config, folder)
+    count = _count(asked, config, folder, assumed)
     if asked.batch_invariant and asked.varlen and asked.rule != "coupled":
         own = asked.rule == "original"
         by, other = ("sampler", "stable") if own else ("verification", "coupled")
@@ -54,14 +57,15 @@ def drafting_of(asked: EngineConfig, config: ModelConfig, folder: Path | None) -
     return Drafting(count, _temperatures(asked.confidence_temperature, count))
 
 
-def _count(asked: EngineConfig, config: ModelConfig, folder: Path | None) -> int:
+def _count(asked: EngineConfig, config: ModelConfig, folder: Path | None, assumed: bool) -> int:
     block, wanted = config.dspark_block_size, asked.nextn
     if wanted == 0:
         return 0
-    there = bool(config.num_nextn_predict_layers) and folder is not None
-    if there:
-        assert folder is not None
-        there = any(name.startswith("mtp.") for name in open_checkpoint(folder).tensors)
+    there = bool(config.num_nextn_predict_layers)
+    absent = folder is None or (folder.is_dir() and not any(folder.glob("*.safetensors")))
+    if there and not (absent and assumed):
+        names = () if folder is None else open_checkpoint(folder).tensors
+        there = any(name.startswith("mtp.") for name in names)
     if wanted is None:
         return block if there and asked.engram == "device" else 0
     if not there:

@@ -38,6 +38,14 @@ def test_fewer_drafts_than_the_block_have_a_temperature_each(with_drafter):
     assert drafting_of(asked, CONFIG, with_drafter) == Drafting(3, (0.5, 1.0, 2.0))
 
 
+def test_a_plan_assumes_the_drafter_of_weights_that_are_not_there(without, tmp_path):
+    asked = EngineConfig(nextn=4)
+    for folder in (None, tmp_path):
+        assert drafting_of(asked, CONFIG, folder, assumed=True).count == 4
+    with pytest.raises(ConfigError, match="the checkpoint has no drafter"):
+        drafting_of(asked, CONFIG, without, assumed=True)
+
+
 def test_nothing_is_drafted_unless_asked(with_drafter):
     assert drafting_of(EngineConfig(), CONFIG, with_drafter) == Drafting()
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from deepinfer_jax import env as environment
 from deepinfer_jax import settings
 from deepinfer_jax.assembly import planner_of
+from deepinfer_jax.drafting import drafting_of
 from deepinfer_jax.entrypoints import options
 from deepinfer_jax.entrypoints.cli import exit_code
 from deepinfer_jax.entrypoints.engine_options import Model
@@ -21,7 +22,7 @@ from deepinfer_jax.entrypoints.results import check_can_write, json_text, write_
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.ops.device import Device, devices, free_bytes
 from deepinfer_jax.report.fit import Planner, Verdict
-from deepinfer_jax.report.plan import MemoryPlan, size_text
+from deepinfer_jax.report.plan import MemoryPlan, rule_of, size_text
 
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
@@ -107,7 +108,16 @@ def examine(
     if memory is None and device.kind == Device.of(here).kind:
         memory = free_bytes(here)
     network = asked.model_config()
-    planner = planner_of(network, asked.engine, device, free=memory, folder=asked.folder)
+    drafts = drafting_of(asked.engine, network, asked.folder, assumed=True).count
+    planner = planner_of(
+        network,
+        asked.engine,
+        device,
+        free=memory,
+        folder=asked.folder,
+        drafter=drafts > 0,
+        drafts=drafts,
+    )
     verdict = planner.judge(asked.engine)
     return _report(asked, planner, verdict), verdict
 
@@ -121,6 +131,7 @@ def _report(asked: settings.Settings, planner: Planner, verdict: Verdict) -> dic
         "arithmetic": network.arithmetic.name,
         "weights": engine.weights,
         "engram": engine.engram,
+        "verification": rule_of(engine),
         "length": {"asked": engine.max_model_len, "limit": network.config.max_position_embeddings},
         "plan": verdict.plan.as_json(),
         "most": planner.most(engine),
@@ -148,6 +159,9 @@ def _show(report: dict[str, Any], verdict: Verdict) -> None:
         f"{plan.slots} sequences of {plan.positions} tokens, {plan.pages} pages of {plan.page} "
         f"tokens, steps of {plan.rows} tokens",
     )
+    if plan.drafts:
+        rule = report["verification"]
+        out.add_row("drafts", f"{plan.drafts} of each sequence a step, verification {rule}")
     length = report["length"]
     if length["asked"] is None and plan.positions < length["limit"]:
         out.add_row("", f"as long as memory holds; the model's limit is {length['limit']} tokens")

@@ -189,7 +189,9 @@ class Planner:
         # Only a CPU's memory is the host's: there, tables on the host save nothing.
         here = self.network.ops.device.kind == "cpu"
         places = {"device": ["mmap"] if here else ["host"], "host": ["mmap"] if here else []}
-        tables = [{"engram": place} for place in places.get(engine.engram, [])]
+        # Drafts need the tables on the device.
+        others = [] if self.drafts else places.get(engine.engram, [])
+        tables = [{"engram": place} for place in others]
         ways = [packed, *tables, *(packed | t for t in tables if packed)]
         return [way for way in ways if way]
 

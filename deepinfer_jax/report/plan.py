@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from deepinfer_jax.model.params import ParamSpec, param_specs
 from deepinfer_jax.model.transformer import Network
 from deepinfer_jax.report.temporaries import step_temporaries
 from deepinfer_jax.runner.layout import Bucket
-from deepinfer_jax.runner.step import init_state
+from deepinfer_jax.runner.step import StepOptions, init_state
 from deepinfer_jax.settings import EngineConfig
 
 PACKED = {"q8": (1, 1024), "q4": (2, 32), "table": (1, 32)}
@@ -35,7 +35,9 @@ class MemoryPlan:
             they are elsewhere or on disk.
         windows: window rings of all layers and slots, those of the draft stages among them.
         entries, index_keys: the pages, of all kv sources.
-        slot_state: raw compressor rows, look-back ids, page tables and lengths.
+        draft_logprobs: what each slot's drafts were drawn from, which `rejection`, `block` and
+            the original's rule compare with the target's: float32 [slots, drafts, vocab].
+        slot_state: raw compressor rows, look-back ids, page tables, lengths and drafts.
         step: what the largest step program needs besides: its input and its temporaries. An
             estimate, see `report.temporaries`; all other parts are exact.
         slots, positions: sequences at a time, and the longest of them in tokens.
@@ -53,6 +55,7 @@ class MemoryPlan:
     index_keys: int
     slot_state: int
     step: int
+    draft_logprobs: int = 0
     slots: int
     positions: int
     rows: int
@@ -72,6 +75,7 @@ class MemoryPlan:
             "main KV pages": self.entries,
             "index key pages": self.index_keys,
             "other slot state": self.slot_state,
+            **({"draft log-probs": self.draft_logprobs} if self.drafts else {}),
             "step": self.step,
         }
 
@@ -85,7 +89,8 @@ class MemoryPlan:
     @property
     def cache(self) -> int:
         """All state of the sequences."""
-        return self.windows + self.entries + self.index_keys + self.slot_state
+        states = self.slot_state + self.draft_logprobs
+        return self.windows + self.entries + self.index_keys + states
 
     @property
     def total(self) -> int:
@@ -153,18 +158,26 @@ def memory_plan(
     slots = engine.max_num_seqs
     held, tables = _parameters(net, engine.weights, engine.engram == "device")
     pages = slots * pages_of(positions) if engine.pages is None else engine.pages
-    backtrack = engine.backtracking(drafts)
+    backtrack, compared = engine.backtracking(drafts), rule_of(engine) != "coupled"
     state = jax.eval_shape(
         lambda: init_state(
-            net, slots=slots, positions=positions, pages=1 + pages, backtrack=backtrack
+            net,
+            slots=slots,
+            positions=positions,
+            pages=1 + pages,
+            drafts=drafts,
+            compared=compared,
+            backtrack=backtrack,
         )
     )
     cache = state.cache
+    logprobs = 0 if state.drafts is None else nbytes(state.drafts.logprobs)
     windows = nbytes((cache.window, cache.draft))
     entries = sum(nbytes(source.entries) for source in cache.sources)
     index_keys = sum(nbytes(source.index_keys) for source in cache.sources)
     others = nbytes(cache) - windows - entries - index_keys
-    rows = max(engine.max_num_batched_tokens, slots + 1)
+    # A row for every token that may be verified, and one for a prompt.
+    rows = max(engine.max_num_batched_tokens, slots * (1 + drafts) + 1)
     temporaries = step_temporaries(
         net,
         packed=engine.weights == "packed",
@@ -173,6 +186,8 @@ def memory_plan(
         slots=slots,
         positions=positions,
         backtrack=backtrack,
+        drafts=drafts,
+        compared=compared,
     )
     angles = 2 * net.config.qk_rope_head_dim * _F32.itemsize  # of one position, both tables
     return MemoryPlan(
@@ -181,7 +196,8 @@ def memory_plan(
         windows=windows,
         entries=entries,
         index_keys=index_keys,
-        slot_state=others + nbytes(state.replace(cache=None)),
+        slot_state=others + nbytes(state.replace(cache=None)) - logprobs,
+        draft_logprobs=logprobs,
         step=temporaries + _input(net, engine, rows, positions),
         slots=slots,
         positions=positions,
@@ -191,6 +207,12 @@ def memory_plan(
         backtrack=backtrack,
         free=free,
     )
+
+
+def rule_of(engine: EngineConfig) -> str:
+    """Which drafts are kept: by the verification asked for, or by the original sampler's rule."""
+    asked = cast(Any, engine)
+    return StepOptions(draw=asked.sampler, verification=asked.verification).rule
 
 
 def page_updates(slots: int, positions: int) -> int:
@@ -228,8 +250,9 @@ def size_text(count: int) -> str:
 def told(plan: MemoryPlan) -> str:
     """A plan's parts in one sentence."""
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.parts.items())
+    drafted = f" with {plan.drafts} drafts each" if plan.drafts else ""
     return (
-        f"It is made of {parts}, for {plan.slots} sequences of {plan.positions} tokens, "
+        f"It is made of {parts}, for {plan.slots} sequences of {plan.positions} tokens{drafted}, "
         f"{plan.pages} pages and steps of {plan.rows} tokens."
     )
 

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 
 from deepinfer_jax.model.cache import BACKTRACK, PAGE, pages_of
-from deepinfer_jax.model.params import Layer, ParamSpec, param_specs
+from deepinfer_jax.model.params import Drafter, Layer, ParamSpec, drafter_specs, param_specs
 from deepinfer_jax.model.transformer import Network
 from deepinfer_jax.ops.sparse_mla import TILE
 
 _F32 = 4
 _CODES_EXPANDED = 2  # bytes of a code that XLA expands ahead of a loop over layers
-_LOGITS = 8  # arrays of the vocabulary's width that sampling holds at the same time
+_LOGITS = 8  # arrays of the vocabulary's width that a draw holds at the same time, for each row
 _STREAMS = 3  # residual streams, float32: before and after a sublayer, and the Engram's
 
 
@@ -31,6 +31,8 @@ def step_temporaries(
     slots: int,
     positions: int,
     backtrack: int = BACKTRACK,
+    drafts: int = 0,
+    compared: bool = False,
 ) -> int:
     """Bytes that one step holds while it runs.
 
@@ -40,10 +42,24 @@ def step_temporaries(
         rows, parts: of the step: tokens, and sequences that draw.
         slots, positions: of the caches: sequences, and the longest of them in tokens.
         backtrack: positions that rings keep beyond their window.
+        drafts: tokens of a sequence that are verified at most.
+        compared: verification compares with the law that drafts were drawn from.
     """
+    b = np.dtype(net.arithmetic.dtype).itemsize
+    drafter = drafter_specs(net.config) if drafts else None
     layers = _activations(net, rows, slots, positions, backtrack)
-    logits = _LOGITS * parts * net.config.vocab_size * _F32
-    return max(layers, logits) + _weights(net, packed)
+    laws = parts * drafts if compared else 0
+    drawn = _LOGITS * min(rows, parts * (1 + drafts)) + laws
+    runs = [run for run in param_specs(net.config, tables=False).runs if _length(run) > 1]
+    copied = max((_one_layer(run, packed, b) for run in runs), default=0)
+    logits = net.config.vocab_size * _F32
+    if drafter is None:
+        return max(layers, drawn * logits) + copied + _weights(net, packed, None)
+    held, block = _draft_activations(net, rows, parts)
+    base = parts * (net.config.dspark_block_size + drafts + _LOGITS) + 2 * laws
+    verifying = max(layers + held, drawn * logits) + copied
+    proposing = held + block + base * logits + _one_layer(drafter.stages, packed, b)
+    return max(verifying, proposing) + _weights(net, packed, drafter)
 
 
 def _activations(net: Network, n: int, slots: int, positions: int, backtrack: int) -> int:
@@ -71,8 +87,26 @@ def _activations(net: Network, n: int, slots: int, positions: int, backtrack: in
     )
 
 
-def _weights(net: Network, packed: bool) -> int:
-    """Bytes of weights in another form than the one they are held in."""
+def _draft_activations(net: Network, n: int, parts: int) -> tuple[int, int]:
+    """Bytes of the drafter's activations: (while the layers run too, while a block runs).
+
+    What is read of the step's n rows is there while the layers run, and so are the arrays of the
+    drafter's loops. The rest is there while a block of each part runs.
+    """
+    c, b = net.config.of_stages, np.dtype(net.arithmetic.dtype).itemsize
+    d, rows = c.hidden_size, parts * c.dspark_block_size
+    heads = c.num_attention_heads * c.head_dim
+    read = (len(c.dspark_target_layer_ids) + 1) * d + len(c.stages) * c.head_dim
+    held = n * read * b + rows * c.num_experts_per_tok * d * _F32
+    keys = rows * (c.sliding_window + c.dspark_block_size) * c.head_dim
+    return held, rows * c.hc_mult * d * _F32 + (rows * (2 * heads + d) + keys) * b
+
+
+def _weights(net: Network, packed: bool, drafter: Drafter | None) -> int:
+    """Bytes of weights in another form than the one they are held in.
+
+    The copies that loops over like layers make are not among them.
+    """
     c, b = net.config, np.dtype(net.arithmetic.dtype).itemsize
     d = c.hidden_size
     twice = [layer for layer in c.kv_source_layer_ids if c.compress_ratios[layer] == 2]
@@ -81,8 +115,14 @@ def _weights(net: Network, packed: bool) -> int:
     if b != _F32:
         # These products are taken in float32.
         total += (c.vocab_size + len(c.runs) * c.n_routed_experts) * d * _F32
-    layers = param_specs(c, tables=False).runs
-    total += max((_one_layer(run, packed, b) for run in layers if _length(run) > 1), default=0)
+    layers = list(param_specs(c, tables=False).runs)
+    if drafter is not None:
+        layers.append(drafter.stages)
+        if b != _F32:
+            rank, experts = c.dspark_markov_rank, c.dspark_n_routed_experts
+            total += (c.vocab_size * rank + experts * d) * _F32
+        if packed:
+            total += math.prod(drafter.main_proj.full_shape) * b
     if packed:
         for run in layers:
             size = b if _length(run) == 1 else _CODES_EXPANDED

@@ -44,6 +44,21 @@ def test_the_table_shows_every_part_the_sizes_and_what_fits(deepinfer):
     assert "fits yes" in words and "at most max_model_len 1024, or max_num_seqs" in words
 
 
+def test_drafts_are_planned_where_they_are_asked_for(deepinfer):
+    assert "draft" not in deepinfer(*TINY, "--memory", "64MiB")[1]
+    how = ("--memory", "64MiB", "--set", "engine.nextn=5")
+    code, out, _ = deepinfer(*TINY, *how, "--set", "engine.verification=rejection")
+    words = " ".join(out.split())
+    assert code == 0 and "drafts 5 of each sequence a step, verification rejection" in words
+    assert "draft log-probs 0.044 MiB" in words  # 8 x 5 x 288 in float32
+    report = json.loads(deepinfer(*TINY, *how, "--set", "engine.sampler=original", "--json")[1])
+    assert (report["verification"], report["plan"]["drafts"]) == ("original", 5)
+    coupled = json.loads(deepinfer(*TINY, *how, "--json")[1])["plan"]
+    assert coupled["draft_logprobs"] == 0 < report["plan"]["draft_logprobs"]
+    plain = json.loads(deepinfer(*TINY, "--memory", "64MiB", "--json")[1])["plan"]
+    assert coupled["weights"] > plain["weights"] and coupled["windows"] > plain["windows"]
+
+
 def test_a_length_that_memory_decides_is_told_as_such(deepinfer):
     assert "as long as memory holds" not in deepinfer(*TINY, "--memory", "64MiB")[1]
     code, out, _ = deepinfer(*TINY, "--memory", "26MiB")
