@@ -1,7 +1,8 @@
 """A checkpoint's `config.json` read into a frozen dataclass: every key known, every value typed.
 
-A key is a field, a key whose one implemented value is in `_REQUIRED`, or one in `_INERT`, which
-cannot change a result. Any other key is refused, in nested tables too.
+A key is a field, another spelling of one (`_NATIVE`), a key whose one implemented value is in
+`_REQUIRED`, or one in `_INERT`, which cannot change a result. Any other key is refused, in nested
+tables too.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from deepinfer_jax.errors import ConfigError
 _TYPES = ("deepseek_v41", "deepseek_v41_text")
 _INERT = frozenset("attention_dropout initializer_range transformers_version use_cache".split())
 _ROPE = ("rope_scaling", "rope_parameters")
+# The vendor's native spelling -> the field (draft specification, "Config keys").
+_NATIVE = {"dspark_n_activated_experts": "dspark_num_experts_per_tok"}
 # Table ("" is the top level) -> key -> the one value this engine implements; a key may be left out.
 _REQUIRED: dict[str, dict[str, Any]] = {
     "": {
@@ -145,7 +148,10 @@ def parse[Parsed](cls: type[Parsed], raw: Any, *, allow_unknown: bool) -> Parsed
 
 
 def _flat(raw: Any) -> dict[str, Any]:
-    """The keys of the top level and of text_config in one table, without the model types."""
+    """The keys of the top level and of text_config in one table, without the model types.
+
+    A native spelling becomes the field's name.
+    """
     outer = {k: v for k, v in _mapping("The model config", raw).items() if k != "text_config"}
     inner = dict(_mapping("text_config", raw.get("text_config", {})))
     types = [t.pop("model_type") for t in (outer, inner) if "model_type" in t] or [None]
@@ -162,7 +168,18 @@ def _flat(raw: Any) -> dict[str, Any]:
             "Either could be meant, and the network differs.",
             f"Remove one of them, or make {key} equal in both.",
         )
-    return outer | inner
+    flat = outer | inner
+    for native, name in _NATIVE.items():
+        if native not in flat:
+            continue
+        value = flat.pop(native)
+        if flat.setdefault(name, value) != value:
+            raise ConfigError(
+                f"The model config sets {native} to {value!r} and {name} to {flat[name]!r}.",
+                "They are two spellings of one number, and the network differs.",
+                "Remove one of them, or make both equal.",
+            )
+    return flat
 
 
 def _check_required(tables: Mapping[str, Mapping[str, Any]]) -> None:

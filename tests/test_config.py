@@ -274,6 +274,40 @@ def test_a_key_with_two_values_is_refused(nested):
     assert "sets hidden_act to 'gelu' on the top level and to 'silu'" in refusal(nested)
 
 
+def places(nested, flat):
+    """A config as a whole, and its table of text keys."""
+    return (nested, nested["text_config"]), (flat, flat), (nested, nested)
+
+
+NATIVE, FIELD = "dspark_n_activated_experts", "dspark_num_experts_per_tok"
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_the_native_spelling_of_a_drafter_s_experts_is_read_wherever_it_stands(nested, flat, place):
+    whole, table = places(nested, flat)[place]
+    wanted = ModelConfig.from_dict(copy.deepcopy(whole))
+    nested["text_config"].pop(FIELD)
+    flat.pop(FIELD)
+    fewer = ModelConfig.from_dict(copy.deepcopy(whole) | {FIELD: 1})
+    table[NATIVE] = 1
+    assert ModelConfig.from_dict(whole) == fewer != wanted
+    table[NATIVE] = 0  # as many as a layer's
+    assert ModelConfig.from_dict(whole).dspark_num_experts_per_tok == wanted.num_experts_per_tok
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_two_spellings_of_one_number_are_refused_unless_they_agree(nested, flat, place):
+    whole, table = places(nested, flat)[place]
+    wanted = ModelConfig.from_dict(copy.deepcopy(whole))
+    table[NATIVE] = wanted.dspark_num_experts_per_tok
+    assert ModelConfig.from_dict(whole) == wanted
+    table[NATIVE] += 1
+    assert refusal(whole) == (
+        f"The model config sets {NATIVE} to 3 and {FIELD} to 2. They are two spellings of one "
+        "number, and the network differs. Remove one of them, or make both equal."
+    )
+
+
 SIZES = sorted(
     field.name
     for field in dataclasses.fields(ModelConfig)
