@@ -19,6 +19,7 @@ from deepinfer_jax.engine.meter import Meter, Snapshot
 from deepinfer_jax.engine.notices import Notices, Reporter
 from deepinfer_jax.engine.pairs import admit_pairs
 from deepinfer_jax.engine.sequence import Sequence as Sample
+from deepinfer_jax.engine.tokens import DraftWatch
 from deepinfer_jax.engine_settings import check_replay, make_engine
 from deepinfer_jax.errors import RequestError
 from deepinfer_jax.model_source import located, open_tokenizer
@@ -80,17 +81,17 @@ class LLM:
             explicit["model"] = str(model)
         self._env = environment.read()
         asked = settings.load(config, overrides, env=self._env, explicit=explicit)
-        asked, folder, self._revision = located(asked, self._env)
+        asked, self.folder, self._revision = located(asked, self._env)
         self._settings, notices = asked, Notices(progress)
         self.config = asked.model_config()
-        self.tokenizer = open_tokenizer(tokenizer, folder, self.config)
+        self.tokenizer = open_tokenizer(tokenizer, self.folder, self.config)
         token_map = compressed_token_map(self.tokenizer)
         check_compressed_map(token_map, self.config)
         place = asked.engine.compile_cache_dir
         kept = None if place is None else keep_compiled(Path(place))
-        drafting = drafting_of(asked.engine, self.config, folder)
+        drafting = drafting_of(asked.engine, self.config, self.folder)
         self.assembled = assemble(
-            folder,
+            self.folder,
             self.config,
             asked.engine,
             token_map,
@@ -176,6 +177,10 @@ class LLM:
         """Call `callback` after every step from now on; None ends it."""
         self._engine.watch = callback
 
+    def watch_drafts(self, callback: DraftWatch | None) -> None:
+        """Call `callback` with every block of drafts verified from now on; None ends it."""
+        self._engine.watch_drafts = callback
+
     def record_steps(self, steps: Iterable[int], folder: Path) -> Recorder:
         """Write steps into files that `deepinfer replay` runs again; the next step is step 1.
 
@@ -223,8 +228,7 @@ class LLM:
         requests = self._admission.prompts(
             prompts, sampling_params, prompt_token_ids, multi_modal_data
         )
-        tell = use_tqdm if callable(use_tqdm) else None
-        for _ in self._run(requests, tell):
+        for _ in self._run(requests, use_tqdm if callable(use_tqdm) else None):
             pass
         return [self._shown(request) for request in requests]
 

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "protocol",
     }
     | BASE,
-    "evaluation": {"llm", "protocol", "text", "files"} | ASKED | {"errors"},
+    "evaluation": {"llm", "sampling", "protocol", "text", "files"} | ASKED | {"errors"},
     "skills": {"text"} | BASE,
     "training": {"model", "sampling", "checkpoint", "text", "ops", "skills", "files"} | BASE,
     "bench": {

@@ -32,7 +32,7 @@ from deepinfer_jax.engine.programs import LateCompile, Programs, Report, top_cou
 from deepinfer_jax.engine.roster import Roster
 from deepinfer_jax.engine.scores import scored_parts, take_scores
 from deepinfer_jax.engine.sequence import Sequence
-from deepinfer_jax.engine.tokens import take_tokens
+from deepinfer_jax.engine.tokens import DraftWatch, take_tokens, tell_drafts
 from deepinfer_jax.engine.transfer import Transfer
 from deepinfer_jax.engine.varlen import Lengths, decode_sizes
 from deepinfer_jax.errors import MemoryPlanError, RequestError
@@ -59,6 +59,7 @@ class Engine:
 
     Attributes:
         watch: called after every step of `run`.
+        watch_drafts: called with every block of drafts that is verified.
         recorder: writes steps into files, so that they can be run again.
         acceptance: of drafts, place by place.
     """
@@ -101,6 +102,7 @@ class Engine:
         self._lengths: Lengths | None = None
         self.acceptance = Acceptance.empty(limits.drafts)
         self.watch: Callable[[], None] | None = None
+        self.watch_drafts: DraftWatch | None = None
         self.recorder: Recorder | None = None
         self._network, self._params, self._limits = network, params, limits
         self._depth = 1 if overlap and memory is None else 0
@@ -422,6 +424,8 @@ class Engine:
                 continue  # it ended in the step before; what it drew here never was
             taken = take_tokens(sequence, out, part, raw=raw, eos=eos, limit=limit)
             self._meter.output_tokens += taken
+            if self.watch_drafts is not None:
+                tell_drafts(sequence, out, part, self._options, self.watch_drafts)
             slot = int(flight.plan.slot[part])
             offered, accepted = int(out.offered[part]), int(out.accepted[part])
             self.acceptance.count(offered, accepted)

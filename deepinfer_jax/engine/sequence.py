@@ -78,6 +78,8 @@ class Sequence:
         score_from: first position whose row is scored against the token after it, when
             `params.prompt_logprobs` is set; rows before it may come from a cache.
         drafted, accepted: drafts of its tokens that were verified, and that were kept.
+        proposed: float32 [g], confidence of the drafts that its next step verifies; None unless
+            somebody watches drafts.
         scores: of the prompt's tokens after `score_from`; of several samples, only the first's.
     """
 
@@ -93,6 +95,7 @@ class Sequence:
     cached: int = 0
     drafted: int = 0
     accepted: int = 0
+    proposed: np.ndarray | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: DeepInferError | None = None

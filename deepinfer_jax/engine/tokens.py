@@ -1,8 +1,17 @@
 """What a step drew, brought to its sequences."""
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from deepinfer_jax.engine.sequence import Sequence, not_finite
+from deepinfer_jax.runner.step import StepOptions
+from deepinfer_jax.sampling.calibration import uncalibrated
+from deepinfer_jax.sampling.verified import VerifiedBlock
+
+DraftWatch = Callable[[int, int, VerifiedBlock], None]
+"""Called with the place of the prompt, the index of its sample, and a block of it."""
 
 
 def take_tokens(sequence: Sequence, out: Any, part: int, *, raw: bool, eos: int, limit: int) -> int:
@@ -32,3 +41,22 @@ def take_tokens(sequence: Sequence, out: Any, part: int, *, raw: bool, eos: int,
         sequence.append(int(out.draw.token[part, place]), eos=eos, limit=limit)
         taken += 1
     return taken
+
+
+def tell_drafts(
+    sequence: Sequence, out: Any, part: int, options: StepOptions, watch: DraftWatch
+) -> None:
+    """Tell of the drafts that a collected step verified, after `take_tokens` took its tokens.
+
+    The confidences that come with a step are of drafts that the sequence's next step verifies, so
+    they wait in the sequence.
+    """
+    offered = int(out.offered[part])
+    if offered and sequence.proposed is not None:
+        temperature = np.asarray(options.confidence_temperature, np.float64)
+        logits = uncalibrated(sequence.proposed.astype(np.float64), temperature)
+        block = VerifiedBlock(
+            offered, int(out.accepted[part]), tuple(logits.tolist()), sequence.finished
+        )
+        watch(sequence.request, sequence.index, block)
+    sequence.proposed = out.confidence[part]

@@ -1,6 +1,7 @@
 """`deepinfer eval`: a suite of held-out prompts, graded by exact match, as a table.
 
-What follows `--` is a command line of lm-evaluation-harness, which then grades instead.
+The suite `spec` judges drafters on the same prompts (see `eval_drafts`). What follows `--` is a
+command line of lm-evaluation-harness, which then grades instead.
 """
 
 import difflib
@@ -15,6 +16,7 @@ from rich.table import Table
 from deepinfer_jax.entrypoints import options
 from deepinfer_jax.entrypoints.cli import FAILED
 from deepinfer_jax.entrypoints.engine_options import Model, open_engine
+from deepinfer_jax.entrypoints.eval_drafts import COUNT, Asked, drafter_folders, judge_drafters
 from deepinfer_jax.entrypoints.harness import run_harness
 from deepinfer_jax.entrypoints.progress import Live
 from deepinfer_jax.entrypoints.results import check_can_write, json_text, write_json
@@ -24,7 +26,7 @@ from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.skills.evaluation import SUITE, Entry, Row, evaluate
 from deepinfer_jax.skills.sample import HELD_OUT_SEED
 
-_SUITES = {"nano": SUITE}
+_SUITES = {"nano": SUITE, "spec": SUITE}
 
 
 def command(
@@ -34,9 +36,15 @@ def command(
             metavar="-- LM_EVAL_ARGS", help="Run lm-evaluation-harness with these arguments."
         ),
     ] = None,
-    suite: Annotated[str, typer.Option("--suite", metavar="NAME", help="nano.")] = "nano",
+    suite: Annotated[
+        str,
+        typer.Option(
+            "--suite", metavar="NAME", help="nano: accuracy by skill; spec: how good drafters are."
+        ),
+    ] = "nano",
     n: Annotated[
-        int | None, typer.Option("--n", min=1, help="Prompts per skill instead of the suite's.")
+        int | None,
+        typer.Option("--n", min=1, help="Prompts per skill instead of the suite's; of spec 16."),
     ] = None,
     seed: Annotated[
         int,
@@ -60,6 +68,26 @@ def command(
         str | None,
         typer.Option("--arithmetic", metavar="f32|f32qdq|release", help="Rounding of the run."),
     ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            metavar="NAME=FOLDER",
+            help="In spec, also judge what training.draft --out FOLDER trained; repeatable.",
+        ),
+    ] = None,
+    verification: Annotated[
+        str | None,
+        typer.Option(
+            "--verification",
+            metavar="coupled|rejection|block",
+            help="In spec, which drafts the engine keeps.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", min=0.0, help="In spec, of the answers; 0 if left out."),
+    ] = None,
     truncate: Annotated[
         str | None,
         typer.Option(
@@ -71,11 +99,14 @@ def command(
     overrides: options.Overrides = None,
     out: options.OutFile = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="A list of rows on standard output.")
+        bool, typer.Option("--json", help="Rows on standard output; of spec, all there is.")
     ] = False,
     quiet: options.Quiet = False,
 ) -> int:
-    """Grade greedy answers. With --out, what is finished is in the file after every skill."""
+    """Grade greedy answers, or judge drafters by them (--suite spec).
+
+    With --out, what is finished is in the file after every skill.
+    """
     if harness:
         skills = {
             "--suite": suite != "nano",
@@ -84,6 +115,9 @@ def command(
             "--limit-skill": bool(limit_skill),
             "--mask-main-kv": mask_main_kv,
             "--strict": strict,
+            "--drafter": bool(drafter),
+            "--verification": verification is not None,
+            "--temperature": temperature is not None,
             "--out": out is not None,
             "--json": as_json,
             "--quiet": quiet,
@@ -97,12 +131,33 @@ def command(
             arithmetic=arithmetic,
             truncate=truncate,
         )
-    _check_only("the suite of skills", [] if truncate is None else ["--truncate"])
     chosen = _chosen(suite, limit_skill or ())
+    others = {"--truncate": truncate is not None}
+    if suite == "spec":
+        others |= {"--mask-main-kv": mask_main_kv, "--strict": strict}
+    else:
+        others["--drafter"] = bool(drafter)
+        others["--verification"] = verification is not None
+        others["--temperature"] = temperature is not None
+    _check_only(f"the suite {suite}", [name for name, given in others.items() if given])
     for entry in chosen:
         entry.samples(seed, 0)  # refuses a seed that is trained on, before anything is loaded
     if out is not None:
         check_can_write(out)
+    if suite == "spec":
+        degrees = temperature or 0.0
+        folders = drafter_folders(drafter or (), degrees)
+        return judge_drafters(
+            Asked(chosen, seed, COUNT if n is None else n, folders, degrees),
+            out=out,
+            as_json=as_json,
+            quiet=quiet,
+            model=model,
+            config=config,
+            overrides=overrides,
+            arithmetic=arithmetic,
+            verification=verification,
+        )
     rows: list[Row] = []
     interrupted = False
     with Live(quiet) as live:

@@ -15,6 +15,7 @@ from deepinfer_jax.sampling.lengths import calibrated, survival
 TEMPERATURES = np.logspace(-1, 1, 41)
 FIT_BINS, REPORT_BINS, ORDER_BINS = 15, 20, 1000
 _EDGE = 1e-8
+_SMALLEST, _CLOSEST = 1e-30, 2.0**-25  # to 0; to 1, where float32 ends
 
 
 def fit_temperatures(logits: np.ndarray, accepted: np.ndarray) -> np.ndarray:
@@ -42,6 +43,20 @@ def fit_temperatures(logits: np.ndarray, accepted: np.ndarray) -> np.ndarray:
         chosen.append(best)
         before = tried[best]
     return TEMPERATURES[chosen]
+
+
+def uncalibrated(confidence: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+    """The logits [..., g] behind confidences that `sampling.lengths.calibrated` made of them.
+
+    float64. A confidence that its float type rounded to 0 or 1 gives the logit of the nearest
+    number inside: so float32 tells logits apart up to about 16 times their temperature.
+
+    Args:
+        confidence: [..., g], in 0..1.
+        temperature: [g] or [], those that it was made with.
+    """
+    confidence = np.clip(np.asarray(confidence, np.float64), _SMALLEST, 1 - _CLOSEST)
+    return temperature * (np.log(confidence) - np.log1p(-confidence))
 
 
 def calibration_error(probability: np.ndarray, label: np.ndarray, bins: int = REPORT_BINS) -> float:

@@ -68,6 +68,25 @@ def draft_forward(
 ) -> DrafterResult:
     """Logits of every slot, the true previous token given to the Markov head.
 
+    Arguments are those of `draft_states`.
+    """
+    z, base, load = draft_states(weights, frozen, taps, segment, blocks, config, options)
+    if not options.heads:
+        return DrafterResult(base, None, load)
+    return DrafterResult(*markov(weights, z, base, blocks.previous, config), load)
+
+
+def draft_states(
+    weights: Weights,
+    frozen: Weights,
+    taps: jax.Array,
+    segment: jax.Array,
+    blocks: Blocks,
+    config: ModelConfig,
+    options: DrafterOptions,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What every slot knows without the tokens drafted before it.
+
     Args:
         weights: float32 masters of the drafter, `mtp.*`, by training name.
         frozen: the target's `embed.weight` and `head.weight`; they get no gradient.
@@ -76,6 +95,10 @@ def draft_forward(
         blocks: the blocks; every slot sees the window's context strictly before its anchor and the
             whole of its own block.
         config: the network's numbers. options: static choices.
+
+    Returns:
+        z [b, a, g, d], collapsed streams before the norm, base logits float32 [b, a, g, v], and
+        the load as in `DrafterResult`.
     """
     dtype = jnp.bfloat16 if options.bfloat16 else jnp.float32
     frozen = jax.lax.stop_gradient({k: frozen[k] for k in ("embed.weight", "head.weight")})
@@ -117,16 +140,27 @@ def draft_forward(
     last = f"mtp.{config.num_nextn_predict_layers - 1}"
     z = collapse(streams, pre)
     normed = rms_norm(z, weights[f"{last}.norm.weight"], eps)
-    logits = project(normed, frozen["head.weight"], jnp.float32).reshape(b, a, g, -1)
-    confidence = None
-    if options.heads:
-        e = weights[f"{last}.markov_head.embed.weight"][blocks.previous]
-        logits = logits + project(e, weights[f"{last}.markov_head.head.weight"], jnp.float32)
-        # The confidence reads the collapsed state before the norm, in float32.
-        features = jnp.concatenate([z.astype(jnp.float32).reshape(b, a, g, -1), e], axis=-1)
-        proj = weights[f"{last}.confidence_head.proj.weight"][0]
-        confidence = jnp.matmul(features, proj, precision="highest")
-    return DrafterResult(logits, confidence, jnp.stack(load))
+    base = project(normed, frozen["head.weight"], jnp.float32).reshape(b, a, g, -1)
+    return z.reshape(b, a, g, -1), base, jnp.stack(load)
+
+
+def markov(
+    weights: Weights, z: jax.Array, base: jax.Array, previous: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Logits float32 [..., v] and logits of the confidence float32 [...] of slots.
+
+    Args:
+        weights: of the drafter. z: [..., d]. base: float32 [..., v].
+        previous: int32 [...], the token before the one that a slot predicts.
+        config: the network's numbers.
+    """
+    last = f"mtp.{config.num_nextn_predict_layers - 1}"
+    e = weights[f"{last}.markov_head.embed.weight"][previous]
+    logits = base + project(e, weights[f"{last}.markov_head.head.weight"], jnp.float32)
+    # The confidence reads the collapsed state before the norm, in float32.
+    features = jnp.concatenate([z.astype(jnp.float32), e], axis=-1)
+    proj = weights[f"{last}.confidence_head.proj.weight"][0]
+    return logits, jnp.matmul(features, proj, precision="highest")
 
 
 def _attention(

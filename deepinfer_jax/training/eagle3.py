@@ -116,10 +116,14 @@ def eagle3_objective(
         size=steps,
         noise=0,
     )
-    layer = _Layer(weights, segment, config, options)
     hidden = project(
         jax.lax.stop_gradient(targets.taps).astype(dtype), weights["eagle3.fc.weight"], dtype
     )
+    first = frozen["embed.weight"][chains.previous[:, :, 0]].astype(dtype)
+    causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
+    same = (segment[:, :, None] == segment[:, None, :]) & (segment > 0)[:, :, None]
+    places = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+    layer = _Layer(weights, first, hidden, causal & same, places, config, options)
     target_head = jax.lax.stop_gradient(targets.hidden).astype(dtype)
     loss, accepted = jnp.zeros((), jnp.float32), []
     for step in range(steps):
@@ -138,41 +142,103 @@ def eagle3_objective(
     return loss, {"loss": loss, "load": layer.load[None]} | sums
 
 
+def eagle3_drafts(
+    weights: Weights,
+    frozen: Weights,
+    taps: jax.Array,
+    ids: jax.Array,
+    anchors: jax.Array,
+    config: ModelConfig,
+    options: DrafterOptions,
+) -> jax.Array:
+    """Greedy chains int32 [b, a, g], g = `dspark_block_size`: slot k is for column anchor + k + 1.
+
+    A chain starts at the state before its anchor and the anchor's token, and goes on with its own
+    states and tokens. It sees the whole row up to there.
+
+    Args:
+        weights: float32, of the drafter. frozen: the target's `embed.weight` and `head.weight`.
+        taps: [b, t, taps d], the target's. ids: int32 [b, t], one sequence from column 0 on.
+        anchors: int32 [b, a], columns from 1 on.
+        config: numbers. options: static choices.
+    """
+    dtype = jnp.bfloat16 if options.bfloat16 else jnp.float32
+    places = anchors - 1
+    hidden = project(taps.astype(dtype), weights["eagle3.fc.weight"], dtype)
+    after = frozen["embed.weight"][jnp.roll(ids, -1, axis=1)].astype(dtype)
+    seen = jnp.arange(ids.shape[1], dtype=jnp.int32) <= places[:, :, None]
+    layer = _Layer(weights, after, hidden, seen, places, config, options)
+    hidden, token = rows_at(hidden, places), rows_at(ids, anchors)
+    drafts = []
+    for _ in range(config.dspark_block_size):
+        embedded = frozen["embed.weight"][token].astype(dtype)
+        hidden = layer.step(embedded, hidden, jnp.zeros(places.shape, bool))
+        normed = rms_norm(hidden, weights["eagle3.norm.weight"], config.rms_norm_eps)
+        logits = project(normed, frozen["head.weight"], jnp.float32)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        drafts.append(token)
+    return jnp.stack(drafts, axis=-1)
+
+
 class _Layer:
     """The layer over the steps of one trace: it remembers the keys of the steps before."""
 
     def __init__(
-        self, weights: Weights, segment: jax.Array, config: ModelConfig, options: DrafterOptions
+        self,
+        weights: Weights,
+        embedded: jax.Array,
+        hidden: jax.Array,
+        seen: jax.Array,
+        places: jax.Array,
+        config: ModelConfig,
+        options: DrafterOptions,
     ):
+        """Make the keys of the first step of all t indices of a row; q of them have a chain.
+
+        Args:
+            weights: of the drafter.
+            embedded: [b, t, d], the token after each index.
+            hidden: [b, t, d], the projected state of the target there.
+            seen: bool [b, q, t], the indices whose keys a chain sees, its own among them.
+            places: int32 [b, q], the index of each chain.
+            config: numbers. options: static choices.
+        """
         self.weights, self.config, self.options = weights, config, options
         self.experts = replace(config, num_experts_per_tok=config.dspark_num_experts_per_tok)
-        b, t = segment.shape
-        causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
-        same = (segment[:, :, None] == segment[:, None, :]) & (segment > 0)[:, :, None]
-        self.seen = (causal & same)[:, :, None, :]
+        self.seen, self.places = seen[:, :, None, :], places
+        b, t = hidden.shape[:2]
         # The table is longer than a row: step s sits at position i + s.
         self.table = jnp.asarray(rope_table(config, t + config.dspark_block_size, compressed=False))
-        self.keys: list[jax.Array] = []
+        angles = jnp.broadcast_to(self.table[:t], (b, *self.table[:t].shape))
+        self.keys = [self._keys(self._entering(embedded, hidden), angles)]
+        self.steps = 0
         self.load = jnp.zeros((config.dspark_n_routed_experts,), jnp.float32)
-        self.shape = (b, t)
 
-    def step(self, embedded: jax.Array, hidden: jax.Array, counted: jax.Array) -> jax.Array:
-        """The next hidden state [b, t, d] of tokens `embedded` and the state before, [b, t, d].
-
-        `counted` bool [b, t] says whose routing is in the load.
-        """
-        weights, config, eps = self.weights, self.config, self.config.rms_norm_eps
-        step, (b, t) = len(self.keys), self.shape
-        angles = jnp.broadcast_to(self.table[step : step + t], (b, *self.table[:t].shape))
-        u = jnp.concatenate(
+    def _entering(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
+        weights, eps = self.weights, self.config.rms_norm_eps
+        return jnp.concatenate(
             [
                 rms_norm(embedded, weights["eagle3.embed_norm.weight"], eps),
                 rms_norm(hidden, weights["eagle3.hidden_norm.weight"], eps),
             ],
             axis=-1,
         )
+
+    def _keys(self, u: jax.Array, angles: jax.Array) -> jax.Array:
         quantize = self.options.quantize
-        self.keys.append(latents(u, weights, "eagle3.attn", angles, config, quantize=quantize))
+        return latents(u, self.weights, "eagle3.attn", angles, self.config, quantize=quantize)
+
+    def step(self, embedded: jax.Array, hidden: jax.Array, counted: jax.Array) -> jax.Array:
+        """The next hidden state [b, q, d] of tokens `embedded` and the state before, [b, q, d].
+
+        `counted` bool [b, q] says whose routing is in the load.
+        """
+        weights, config, eps = self.weights, self.config, self.config.rms_norm_eps
+        angles = self.table[self.places + self.steps]
+        u = self._entering(embedded, hidden)
+        if self.steps:
+            self.keys.append(self._keys(u, angles))
+        self.steps += 1
         q = queries(u, weights, "eagle3.attn", angles, config)
         first, later = self.keys[0], self.keys[1:]
         scores = [jnp.einsum("bqhc,bkc->bqhk", q, first, preferred_element_type=jnp.float32)]

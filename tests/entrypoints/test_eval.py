@@ -184,7 +184,7 @@ def test_masking_the_main_kv_names_its_kernel_in_the_manifest(tiny_folder, tmp_p
     [
         (
             ("--suite", "mega"),
-            "There is no suite 'mega'. The suites are nano. Name one of these with --suite.",
+            "There is no suite 'mega'. The suites are nano, spec. Name one of these with --suite.",
         ),
         (("--limit-skill", "sorts"), "The suite nano has no skill 'sorts'. Its skills are "),
         (("--limit-skill", "sorts"), "Did you mean sort?"),

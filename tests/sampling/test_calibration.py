@@ -9,6 +9,7 @@ from deepinfer_jax.sampling.calibration import (
     fit_temperatures,
     judge,
     ranking_area,
+    uncalibrated,
 )
 from deepinfer_jax.sampling.lengths import calibrated
 
@@ -33,6 +34,16 @@ def test_temperatures_that_made_the_logits_are_found(overconfident):
     # A temperature keeps the order of one place, so at the first one only the values change.
     assert after[0].area == pytest.approx(before[0].area, abs=1e-3)
     assert all(a.brier < b.brier for a, b in zip(after, before, strict=True))
+
+
+def test_the_logits_behind_confidences_are_found_again():
+    logits = np.array([[-40.0, -3.0, 0.0, 12.0, 50.0]], np.float32)
+    temperature = np.full(5, 10.0, np.float32)
+    found = uncalibrated(calibrated(logits, temperature), temperature)
+    np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-5)
+    ends = uncalibrated(np.array([0.0, 1.0]), np.ones(2))
+    assert np.isfinite(ends).all()
+    assert ends[0] < -60 and 16 < ends[1] < 18
 
 
 def test_the_first_of_equally_good_temperatures_is_taken():
