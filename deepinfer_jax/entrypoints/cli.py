@@ -28,7 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("chat", "Talk with the model, or answer given messages in sequence."),
     "batch": ("batch", "Answer a file of OpenAI batch requests, resumable."),
     "score": ("score", "How likely given continuations are after their contexts."),
-    "eval": ("eval", "Grade the model skill by skill, or run lm-evaluation-harness after --."),
+    "eval": (
+        "eval",
+        "Grade the model by skill, judge drafters, or run lm-evaluation-harness after --.",
+    ),
     "plan": ("plan", "Show what an engine would hold in memory, and what fits."),
     "bench": ("bench", "Measure offline throughput, warm-up apart."),
     "demo": ("demo", "Three prompts on nano, streamed, and what they took."),

@@ -36,26 +36,30 @@ PROMPTS = [[3 + (7 * i + j) % 250 for j in range(n)] for i, n in enumerate((20, 
 TOKENS = 50
 
 
+def open_plain(folder, compiled, **changes):
+    """One sequence at a time, so that few programs are compiled."""
+    how = {"max_num_seqs": 1, "nextn": 5, "overlap": False, "confidence_temperature": "10"}
+    return open_llm(folder, compiled, late_compile="warn", **(how | changes))
+
+
+def watched(llm, prompts):
+    """The blocks of each prompt, and the outputs."""
+    blocks = [[] for _ in prompts]
+    llm.watch_drafts(lambda prompt, _, block: blocks[prompt].append(block))
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    outputs = llm.generate(None, params, prompts)
+    llm.watch_drafts(None)
+    return blocks, outputs
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory, compiled):
     """A random model's engine, its greedy answers, and the blocks that it verified for them."""
     one_stage = {"num_nextn_predict_layers": 1, "compress_ratios": [2, 1, 0]}
     folder = tmp_path_factory.mktemp("drafter") / "model"
     write_short_model(folder, shorter_config() | one_stage, drafter=True)
-    llm = open_llm(
-        folder,
-        compiled,
-        late_compile="warn",
-        max_num_seqs=1,  # so that few programs are compiled
-        nextn=5,
-        overlap=False,
-        confidence_temperature="10",
-    )
-    blocks = [[] for _ in PROMPTS]
-    llm.watch_drafts(lambda prompt, _, block: blocks[prompt].append(block))
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    outputs = llm.generate(None, params, PROMPTS)
-    llm.watch_drafts(None)
+    llm = open_plain(folder, compiled)
+    blocks, outputs = watched(llm, PROMPTS)
     answers = [
         Answered(prompt, output.outputs[0].token_ids, len(prompt) + TOKENS)
         for prompt, output in zip(PROMPTS, outputs, strict=True)
@@ -73,6 +77,15 @@ def test_the_engine_tells_of_every_block_that_it_verified(engine):
     before = [len(told) for told in blocks]
     llm.generate(None, SamplingParams(temperature=0, max_tokens=5), PROMPTS[:1])
     assert [len(told) for told in blocks] == before  # nobody watches any more
+
+
+def test_steps_that_overlap_are_told_of_with_their_own_confidences(engine, compiled):
+    llm, _, blocks, _ = engine
+    other = open_plain(llm.folder, compiled, overlap=True)
+    found, outputs = watched(other, PROMPTS)
+    assert found[0] == blocks[0]  # one page: what is offered does not hang on what is under way
+    for told, made in zip(found, outputs, strict=True):
+        assert sum(block.accepted for block in told) == made.outputs[0].accepted
 
 
 def test_a_replay_keeps_what_the_engine_keeps_with_the_same_confidence(engine):
