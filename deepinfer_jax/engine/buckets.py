@@ -13,7 +13,7 @@ import numpy as np
 from deepinfer_jax.engine.plan import Limits, Plan
 from deepinfer_jax.runner.layout import STOP_IDS, Bucket, Flag, Part
 
-_SMALLEST_PREFILL = 32
+_SMALLEST_PREFILL, _SMALL_STEP = 32, 128
 _FEW = 16
 
 
@@ -21,7 +21,7 @@ def plan_buckets(limits: Limits, keep: int = 0, *, varlen: bool = False) -> tupl
     """All buckets, smallest first.
 
     Rows are 1, 4, 16, 32, 64, ... up to the slots, then powers of two from 32 (or the next beyond
-    the slots) up to a whole step.
+    the slots) up to a whole step; of less than 128 rows there is the whole step alone.
 
     With drafts there are also sizes that hold a few sequences with several rows each.
 
@@ -36,7 +36,7 @@ def plan_buckets(limits: Limits, keep: int = 0, *, varlen: bool = False) -> tupl
         grow = 4 if decode[-1] < _FEW else 2  # few rows cost little more than one
         decode.append(min(grow * decode[-1], limits.slots))
     rows, more = set(decode), _SMALLEST_PREFILL
-    while more < limits.rows:
+    while _SMALL_STEP <= limits.rows > more:
         rows |= {more} if more > limits.slots else set()
         more *= 2
     rows.add(limits.rows)

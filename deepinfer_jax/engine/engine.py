@@ -419,8 +419,7 @@ class Engine:
         raw, eos = self._options.logprobs == "raw", self._network.config.eos_token_id
         limit = self._limits.max_model_len
         for part, number in flight.drawing:
-            sequence = self._roster.sequences.get(number)
-            if sequence is None:
+            if (sequence := self._roster.sequences.get(number)) is None:
                 continue  # it ended in the step before; what it drew here never was
             taken = take_tokens(sequence, out, part, raw=raw, eos=eos, limit=limit)
             self._meter.output_tokens += taken

@@ -22,7 +22,7 @@ from deepinfer_jax.entrypoints.results import check_can_write, json_text, write_
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.ops.device import Device, devices, free_bytes
 from deepinfer_jax.report.fit import Planner, Verdict
-from deepinfer_jax.report.plan import MemoryPlan, rule_of, size_text
+from deepinfer_jax.report.plan import MemoryPlan, size_text
 
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
@@ -131,7 +131,7 @@ def _report(asked: settings.Settings, planner: Planner, verdict: Verdict) -> dic
         "arithmetic": network.arithmetic.name,
         "weights": engine.weights,
         "engram": engine.engram,
-        "verification": rule_of(engine),
+        "verification": engine.rule,
         "length": {"asked": engine.max_model_len, "limit": network.config.max_position_embeddings},
         "plan": verdict.plan.as_json(),
         "most": planner.most(engine),

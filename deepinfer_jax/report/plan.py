@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from deepinfer_jax.model.params import ParamSpec, param_specs
 from deepinfer_jax.model.transformer import Network
 from deepinfer_jax.report.temporaries import step_temporaries
 from deepinfer_jax.runner.layout import Bucket
-from deepinfer_jax.runner.step import StepOptions, init_state
+from deepinfer_jax.runner.step import init_state
 from deepinfer_jax.settings import EngineConfig
 
 PACKED = {"q8": (1, 1024), "q4": (2, 32), "table": (1, 32)}
@@ -158,7 +158,7 @@ def memory_plan(
     slots = engine.max_num_seqs
     held, tables = _parameters(net, engine.weights, engine.engram == "device")
     pages = slots * pages_of(positions) if engine.pages is None else engine.pages
-    backtrack, compared = engine.backtracking(drafts), rule_of(engine) != "coupled"
+    backtrack, compared = engine.backtracking(drafts), engine.rule != "coupled"
     state = jax.eval_shape(
         lambda: init_state(
             net,
@@ -207,12 +207,6 @@ def memory_plan(
         backtrack=backtrack,
         free=free,
     )
-
-
-def rule_of(engine: EngineConfig) -> str:
-    """Which drafts are kept: by the verification asked for, or by the original sampler's rule."""
-    asked = cast(Any, engine)
-    return StepOptions(draw=asked.sampler, verification=asked.verification).rule
 
 
 def page_updates(slots: int, positions: int) -> int:

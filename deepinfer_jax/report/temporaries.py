@@ -58,7 +58,7 @@ def step_temporaries(
     held, block = _draft_activations(net, rows, parts)
     base = parts * (net.config.dspark_block_size + drafts + _LOGITS) + 2 * laws
     verifying = max(layers + held, drawn * logits) + copied
-    proposing = held + block + base * logits + _one_layer(drafter.stages, packed, b)
+    proposing = held + block + base * logits
     return max(verifying, proposing) + _weights(net, packed, drafter)
 
 
@@ -97,8 +97,8 @@ def _draft_activations(net: Network, n: int, parts: int) -> tuple[int, int]:
     d, rows = c.hidden_size, parts * c.dspark_block_size
     heads = c.num_attention_heads * c.head_dim
     read = (len(c.dspark_target_layer_ids) + 1) * d + len(c.stages) * c.head_dim
-    held = n * read * b + rows * c.num_experts_per_tok * d * _F32
-    keys = rows * (c.sliding_window + c.dspark_block_size) * c.head_dim
+    held = n * read * b + len(c.stages) * rows * c.num_experts_per_tok * d * _F32
+    keys = parts * (c.sliding_window + c.dspark_block_size) * c.head_dim
     return held, rows * c.hc_mult * d * _F32 + (rows * (2 * heads + d) + keys) * b
 
 
@@ -109,15 +109,13 @@ def _weights(net: Network, packed: bool, drafter: Drafter | None) -> int:
     """
     c, b = net.config, np.dtype(net.arithmetic.dtype).itemsize
     d = c.hidden_size
-    twice = [layer for layer in c.kv_source_layer_ids if c.compress_ratios[layer] == 2]
-    total = len(twice) * 2 * c.head_dim * d * _F32  # a compressor's two projections side by side
-    total += 4 * c.moe_intermediate_size * d * b  # one expert, taken from its stack
+    total = 4 * c.moe_intermediate_size * d * b  # one expert, taken from its stack
     if b != _F32:
         # These products are taken in float32.
         total += (c.vocab_size + len(c.runs) * c.n_routed_experts) * d * _F32
     layers = list(param_specs(c, tables=False).runs)
     if drafter is not None:
-        layers.append(drafter.stages)
+        layers += drafter.stages
         if b != _F32:
             rank, experts = c.dspark_markov_rank, c.dspark_n_routed_experts
             total += (c.vocab_size * rank + experts * d) * _F32

@@ -15,7 +15,7 @@ from deepinfer_jax.model.transformer import Network
 from deepinfer_jax.ops.device import Device
 from deepinfer_jax.ops.table import select
 from deepinfer_jax.report.fit import Planner
-from deepinfer_jax.report.plan import MemoryPlan, memory_plan, nbytes, page_updates, rule_of, told
+from deepinfer_jax.report.plan import MemoryPlan, memory_plan, nbytes, page_updates, told
 from deepinfer_jax.runner.compile import lower_step, one_device_mesh
 from deepinfer_jax.runner.layout import Bucket
 from deepinfer_jax.runner.schedule import StepInput
@@ -81,7 +81,7 @@ def analysis(net, engine, drafts=5):
 def test_the_state_with_drafts_is_planned_to_the_byte(rule):
     net, engine = network(shorter_config()), asked(rule, max_backtracking_tokens=8)
     made, config = plan(net, engine, drafts=3), net.config
-    assert rule_of(engine) == rule
+    assert engine.rule == rule
     state = init_state(
         net,
         slots=SLOTS,
