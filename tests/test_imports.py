@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"model", "sampling", "checkpoint", "text", "ops", "skills", "files"} | BASE,
     "bench": {
         *("llm", "assembly", "engine", "runner", "model", "report", "settings", "ops", "sampling"),
+        "skills",
     }
     | ASKED
     | BASE,
