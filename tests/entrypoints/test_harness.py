@@ -44,7 +44,7 @@ def test_a_missing_harness_is_one_line_with_the_command_that_installs_it(deepinf
     [
         (["--strict", "--", "--tasks", "x"], "--strict, which the harness"),
         (["--n", "3", "--json", "--", "--tasks", "x"], "--n, --json, which the harness"),
-        (["--truncate", "left"], "--truncate, which the suite of skills"),
+        (["--truncate", "left"], "--truncate, which the suite nano"),
     ],
 )
 def test_options_of_the_other_kind_of_evaluation_are_refused(deepinfer, words, name):
