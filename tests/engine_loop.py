@@ -68,7 +68,8 @@ class Loop:
         self.done = np.ones(sizes.slots, bool)
         self.step_id, self.retired, self.now = 0, 0, 0.0
         self.plans: list[Plan] = []
-        self.behind: int | None = None  # the first that needs a page, if it had to wait
+        self.behind: int | None = None  # the first that needs a page, if it had to wait,
+        self.waited = self.longest = 0  # and for how many steps
 
     def add(self, prompt, output, stop=None, priority=0, deadline=np.inf):
         number, limit = len(self.requests), len(prompt) + output
@@ -279,8 +280,11 @@ class Loop:
             key = lambda s: (run.preempted[s] < sizes.strikes, run.priority[s], run.order[s])  # noqa: E731
             first = min(needy, key=key)
             who = int(run.request[first]) if first in absent and frees else None
-            assert who is None or who != self.behind, "the first that needs a page waits again"
-            self.behind = who
+            again = who is not None and who == self.behind
+            self.behind, self.waited = who, 1 + self.waited if again else 1
+            self.longest = max(self.longest, self.waited if who is not None else 0)
+            most = 2 if view.pending else 1
+            assert not again or self.waited <= most, "the first that needs a page waits again"
 
         assert len(made.preempted) <= 1
         for slot, _ in made.preempted:

@@ -5,8 +5,9 @@ arrival. With R rows a step and s sequences that decode:
 
 - Every decoding sequence has its row in every step, however long the prompts beside it, and no
   step has more than R rows. It waits only where a page is missing: the first by (priority,
-  admission) one step at most, the k-th at most k. Its g drafts come with it where they fit into
-  the pages that it has, so that s counts 1 + g rows for each.
+  admission) one step at most, and another one where an end meanwhile brings the page; the k-th at
+  most k steps more. Its g drafts come with it where they fit into the pages that it has, so that s
+  counts 1 + g rows for each.
 - The oldest prefill of P tokens takes at most ceil(P / m) steps that have pages for it, where m is
   R - s rounded down to even. The next takes what it leaves.
 - Nobody overtakes the first of the queue, so it runs as soon as those before it have left enough
@@ -175,6 +176,8 @@ class _Draft:
         start, stop = int(run.computed[slot]), int(run.prompt[slot])
         entries = int(self.grown.sum()) + sum(map(len, self.matched.values()))
         room = min(self.spare(slot), self.limits.updates - entries)
+        if room < 0:  # its hit alone has more table entries than are left
+            return False
         stop = max(stop, start + 1)
         end = min(stop, start + self.rows, (int(run.allocated[slot]) + room) * page)
         end = max(start, end if end == stop else end - end % 2)
@@ -270,7 +273,7 @@ def _shortage(view: View, draft: _Draft, needy: list[int]) -> tuple[list[int], i
         return served
 
     served = serve(needy, draft.pages)
-    if len(needy) - len(served) <= view.pending:
+    if len(serve(needy, draft.pages + view.pending)) == len(needy):
         return served, None
     able = np.flatnonzero((run.request >= 0) & (run.preempted < strikes)).tolist()
     worst_first = sorted(able, key=rank, reverse=True)
@@ -325,8 +328,9 @@ def _admit(
         draft.matched[slot] = w.pages[:held]
         draft.pages -= min(w.idle, held)
         if not draft.extend(slot):
-            # No row or no table entry is left; nothing else was changed for an empty slot.
+            # No row or no table entry is left; of an empty slot only its pages are counted.
             run.request[slot] = -1
+            run.allocated[slot] = held
             del draft.matched[slot]
             break
         admitted.append((w.request, slot))

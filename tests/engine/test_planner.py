@@ -329,6 +329,36 @@ def test_pages_that_come_back_with_a_step_are_waited_for():
     assert not made.preempted and made.slot.tolist() == [2], "a step is under way: 1 pauses"
 
 
+def test_the_first_that_needs_a_page_waits_again_only_for_the_pages_of_an_end():
+    state = Planner()
+    state.start(
+        slots=2, spare_rows=4, pages=11, depth=1, replay=4, host_pages=0, updates=4, strikes=1
+    )
+    state.add(end=3, family=0, length=19, output=3, priority=1, wait=math.inf)
+    state.add_crowd(seed=3648)
+    state.add(end=15, family=0, length=11, output=16, priority=0, wait=math.inf)
+    state.teardown()
+    assert state.loop.longest == 2
+
+
+@pytest.mark.parametrize(("slots", "pages"), [(3, 12), (2, 11)])
+def test_swapped_pages_wait_for_a_step_with_table_entries_for_all_of_them(slots, pages):
+    state = Planner()
+    state.start(
+        slots=slots,
+        spare_rows=1,
+        pages=pages,
+        depth=0,
+        replay=8,
+        host_pages=6,
+        updates=5,
+        strikes=2,
+    )
+    state.add_crowd(seed=1)
+    state.teardown()
+    assert any(mode == "swap" for made in state.loop.plans for _, mode in made.preempted)
+
+
 def test_the_first_that_needs_a_page_gets_it():
     view = full(allocatable=1, pending=1)
     assert first_plan(limits(), **view).slot.tolist() == [0, 2]
