@@ -89,9 +89,16 @@ def engine_with(
             overlap=overlap,
         )
     if varlen:
-        costs = CostTable.of((n, 8.0 + n) for n in range(1, most + 1))
-        made._lengths = Lengths(SLOTS, drafts, {SLOTS: StepTimes(costs)})
+        made._lengths = lengths_with(drafts)
     return made
+
+
+def lengths_with(
+    drafts: int, start: float = 8.0, more: float = 1.0, drafting: float = 0.0
+) -> Lengths:
+    """Lengths for steps that take `start` ms and `more` a row, of which `drafting` is a part."""
+    costs = CostTable.of((n, start + more * n) for n in range(1, SLOTS * (1 + drafts) + 1))
+    return Lengths(SLOTS, drafts, {SLOTS: StepTimes(costs, drafting)})
 
 
 def sequences(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer_jax.engine.plan import Limits, Plan
-from deepinfer_jax.runner.layout import STOP_IDS, Bucket, Flag, Part
+from deepinfer_jax.runner.layout import STOP_IDS, Bucket, Drafting, Flag, Part
 
 _SMALLEST_PREFILL, _SMALL_STEP = 32, 128
 _FEW = 16
@@ -112,7 +112,7 @@ def pack(
     """
     assert plan.bucket is not None, "a plan without rows has no arrays"
     ints, floats = plan.bucket.empty()
-    ids, parts, stops, updates, budget = plan.bucket.split(ints)
+    ids, parts, stops, updates, drafting = plan.bucket.split(ints)
     slot, run, p = plan.slot, plan.running, len(plan.slot)
     offset = plan.offset
     columns: dict[Part, Any] = {
@@ -137,7 +137,8 @@ def pack(
     floats[:p, 0], floats[:p, 1] = draws.temperature[slot], draws.top_p[slot]
     updates[: len(plan.updates)] = plan.updates
     if plan.budget is not None:
-        budget[:] = plan.budget
+        drafting[Drafting.VERIFIED] = plan.budget
+    drafting[Drafting.PROPOSES] = plan.proposes
     for part in np.flatnonzero(plan.prefill):
         begin, start, count = offset[part], plan.start[part], plan.count[part]
         tokens = prompts[int(slot[part])]

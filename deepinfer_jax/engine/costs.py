@@ -1,7 +1,7 @@
 """What decode steps of each size take, measured on the engine's own programs."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,21 @@ import numpy as np
 from deepinfer_jax.engine.step_times import StepTimes
 from deepinfer_jax.engine.varlen import decode_sizes
 from deepinfer_jax.runner.cost_file import Identity, kept_or_measured
-from deepinfer_jax.runner.layout import Bucket, Flag, Part
+from deepinfer_jax.runner.layout import Bucket, Drafting, Flag, Part
+from deepinfer_jax.sampling.lengths import CostTable
 
 Run = Callable[[Bucket, np.ndarray, np.ndarray], Any]
 """Runs the program of a bucket on the packed arrays and returns when it has ended."""
 
 
-def full_step(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays of a step in which every row is a real one: one draft more for the first parts."""
+def full_step(bucket: Bucket, *, proposes: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of a step in which every row is a real one: one draft more for the first parts.
+
+    `proposes`: new drafts are made, which the next such step has to verify.
+    """
     ints, floats = bucket.empty()
-    _, parts, _, _, _ = bucket.split(ints)
+    _, parts, _, _, drafting = bucket.split(ints)
+    drafting[Drafting.PROPOSES] = proposes
     number = np.arange(bucket.parts)
     parts[:, Part.SLOT] = number
     parts[:, Part.COUNT] = bucket.rows // bucket.parts + (number < bucket.rows % bucket.parts)
@@ -43,22 +48,27 @@ def step_times(
         run: runs one of their programs.
         folder, identity, ttl_s: see `runner.cost_file.kept_or_measured`.
     """
-    found = {}
-    for sequences in sorted({b.parts for b in buckets}):
+
+    def of(sequences: int) -> StepTimes:
         sizes = {b.rows: b for b in decode_sizes(buckets, sequences)}
 
-        def time_step(rows: int, sizes: dict[int, Bucket] = sizes) -> float:
-            arrays = full_step(sizes[rows])
-            before = time.perf_counter()
-            run(sizes[rows], *arrays)
-            return 1e3 * (time.perf_counter() - before)
+        def timed(rows: Iterable[int], *, proposes: bool) -> CostTable:
+            def time_step(rows: int) -> float:
+                arrays = full_step(sizes[rows], proposes=proposes)
+                before = time.perf_counter()
+                run(sizes[rows], *arrays)
+                return 1e3 * (time.perf_counter() - before)
 
-        table = kept_or_measured(
-            sizes,
-            time_step,
-            folder=folder,
-            identity={**identity, "sequences": sequences},
-            ttl_s=ttl_s,
-        )
-        found[sequences] = StepTimes(table)
-    return found
+            known = {**identity, "sequences": sequences, "proposes": proposes}
+            return kept_or_measured(rows, time_step, folder=folder, identity=known, ttl_s=ttl_s)
+
+        least = min(sizes)
+        table, plain = timed(sizes, proposes=True), timed([least], proposes=False)
+        return StepTimes(table, max(0.0, float(table.ms[table.place(least)] - plain.ms[0])))
+
+    return {sequences: of(sequences) for sequences in sorted({b.parts for b in buckets})}
+
+
+def measured(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Those whose programs `step_times` runs."""
+    return sorted({b for parts in {b.parts for b in buckets} for b in decode_sizes(buckets, parts)})

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.engine.acceptance import Acceptance
 from deepinfer_jax.engine.buckets import fit, pack, plan_buckets
-from deepinfer_jax.engine.costs import step_times
+from deepinfer_jax.engine.costs import measured, step_times
 from deepinfer_jax.engine.engram_rows import Memory, look_up
 from deepinfer_jax.engine.lane import Job, Lane
 from deepinfer_jax.engine.meter import Meter, Snapshot, snapshot
@@ -34,7 +34,7 @@ from deepinfer_jax.engine.scores import scored_parts, take_scores
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine.tokens import DraftWatch, take_tokens, tell_drafts
 from deepinfer_jax.engine.transfer import Transfer
-from deepinfer_jax.engine.varlen import Lengths, decode_sizes
+from deepinfer_jax.engine.varlen import Lengths
 from deepinfer_jax.errors import MemoryPlanError, RequestError
 from deepinfer_jax.model.flops import skipped_flops
 from deepinfer_jax.runner.compile import replicated
@@ -156,6 +156,8 @@ class Engine:
         self._transfer = Transfer(self._mesh, shapes)
         self._flights: deque[_Flight] = deque()
         self._step = self._retired = 0
+        if self._lengths is not None:
+            self._lengths.restart()
         self._collected = time.perf_counter()
         return shapes
 
@@ -237,9 +239,7 @@ class Engine:
             out = self._run(lambda state: program(self._params, state, inputs))
             jax.block_until_ready(out.result())
 
-        parts = sorted({bucket.parts for bucket in self._buckets})
-        sizes = [bucket for n in parts for bucket in decode_sizes(self._buckets, n)]
-        self._programs.prepare(map(ProgramKey, sizes))
+        self._programs.prepare(map(ProgramKey, measured(self._buckets)))
         times = step_times(self._buckets, run, folder=folder, identity=identity, ttl_s=ttl_s)
         self._restart()
         self._lengths = Lengths(self._limits.slots, self._limits.drafts, times)
@@ -380,6 +380,8 @@ class Engine:
 
         out = self._run(launch)
         self._step = plan.step
+        if self._lengths is not None:
+            self._lengths.launched(plan)
         self._meter.steps += 1
         self._meter.prompt_tokens += int(plan.count[plan.prefill].sum())
         if bucket.decoder_rows < bucket.rows:
@@ -406,18 +408,16 @@ class Engine:
         before = time.perf_counter()
         out = jax.device_get(flight.out.result())
         now = time.perf_counter()
-        prefill = bool(flight.plan.prefill.any())
-        self._meter.count(prefill, now - self._collected, now - before)
-        bucket = flight.plan.bucket
-        if self._lengths is not None and not prefill and bucket is not None:
-            self._lengths.observe(len(flight.plan.slot), bucket, now - self._collected)
+        prefill, took = bool(flight.plan.prefill.any()), now - self._collected
+        self._meter.count(prefill, took, now - before)
+        if self._lengths is not None:
+            self._lengths.observe(flight.plan, took)
         self._collected = now
         self._roster.pool.retire(flight.plan.step)
         self._retired = flight.plan.step
-        touched: list[Sequence] = []
         take_scores(flight.plan, flight.scoring, out.prompt, self._roster.sequences)
         raw, eos = self._options.logprobs == "raw", self._network.config.eos_token_id
-        limit = self._limits.max_model_len
+        touched, limit = list[Sequence](), self._limits.max_model_len
         for part, number in flight.drawing:
             if (sequence := self._roster.sequences.get(number)) is None:
                 continue  # it ended in the step before; what it drew here never was
@@ -431,7 +431,7 @@ class Engine:
             self._meter.drafted += offered
             self._meter.accepted += accepted
             if self._lengths is not None:
-                self._lengths.note(flight.plan.step, slot, number, out.confidence[part])
+                self._lengths.read(flight.plan, part, number, out)
             if not flight.plan.prefill[part]:
                 self._roster.stands(number, slot, self._under_way(slot))
             touched.append(sequence)

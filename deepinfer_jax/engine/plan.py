@@ -239,6 +239,18 @@ class Running:
         )
 
 
+@dataclass(frozen=True)
+class DraftChoice:
+    """What a step does about drafts.
+
+    Attributes:
+        verified: rows of drafts that it verifies. proposes: whether it makes new ones.
+    """
+
+    verified: int
+    proposes: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class View:
     """All that a plan depends on besides the sizes.
@@ -251,8 +263,8 @@ class View:
         allocatable, pending: of the PagePool.
         frees: slot -> `PagePool.frees` of its pages; asked only when a page is missing.
         host_pages: pages that host memory can take from a preempted sequence.
-        budget: (slots that decode, drafts that each can have verified) -> how many are in all; None
-            for all of them.
+        drafting: (slots that decode, drafts that each can have verified) -> what is done about
+            them; None: all are verified, and new ones proposed.
         aborted: requests whose caller has gone.
     """
 
@@ -265,7 +277,7 @@ class View:
     pending: int
     frees: Callable[[int], int]
     host_pages: int = 0
-    budget: Callable[[np.ndarray, np.ndarray], int] | None = None
+    drafting: Callable[[np.ndarray, np.ndarray], DraftChoice] | None = None
     aborted: frozenset[int] = frozenset()
 
 
@@ -279,6 +291,7 @@ class Plan:
         slot, start, count: int32 [p]; start is where a decode part stands at most, and count how
             many rows it has at most: one, and its drafts.
         budget: rows of drafts that the device gives to the decode parts; None for all.
+        proposes: whether new ones are proposed.
         prefill: bool [p], the host gives the ids. draws: bool [p], a token is drawn at its end.
         updates: int32 [u, 3], new page-table entries: slot, place, page (0 until `place`); those of
             a slot in ascending places.
@@ -301,6 +314,7 @@ class Plan:
     fresh: int
     running: Running
     budget: int | None = None
+    proposes: bool = True
     admitted: tuple[tuple[int, int], ...] = ()
     preempted: tuple[tuple[int, PreemptionMode], ...] = ()
     refused: tuple[tuple[int, DeepInferError], ...] = ()

@@ -34,6 +34,7 @@ import numpy as np
 
 from deepinfer_jax.engine.buckets import fit
 from deepinfer_jax.engine.plan import (
+    DraftChoice,
     Ended,
     Limits,
     Plan,
@@ -89,8 +90,8 @@ def plan(view: View, limits: Limits, buckets: Sequence[Bucket]) -> Plan:
                 run.request[victim] = -1
     run.allocated[need] += 1
     draft.decode(decode)
-    if view.budget is not None and decode.any():
-        draft.save(np.flatnonzero(decode), view.budget)
+    if view.drafting is not None:
+        draft.save(np.flatnonzero(decode), view.drafting)
 
     for slot in sorted(np.flatnonzero(prefill).tolist(), key=run.order.__getitem__):
         draft.extend(slot)
@@ -116,6 +117,7 @@ class _Draft:
         start, held: positions and pages before it; an admitted slot has those of its hit.
         count: rows of each slot, at most.
         budget: rows of drafts in all; None for all of `count`. saved: rows that are left so.
+        proposes: whether new ones are made.
         pages: that the step may take.
         matched: of admitted slots, the pages of their hits.
     """
@@ -128,6 +130,7 @@ class _Draft:
     count: np.ndarray
     budget: int | None = None
     saved: int = 0
+    proposes: bool = True
     matched: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -164,11 +167,16 @@ class _Draft:
         run.computed[slots] = end[slots]
         run.certain[slots] += 1
 
-    def save(self, slots: np.ndarray, budget: Callable[[np.ndarray, np.ndarray], int]) -> None:
-        """Let the budget decide how many of the drafts of `slots` int [n] are verified."""
+    def save(
+        self, slots: np.ndarray, drafting: Callable[[np.ndarray, np.ndarray], DraftChoice]
+    ) -> None:
+        """Let it decide how many of the drafts of `slots` int [n] are verified."""
         drafts = self.count[slots] - 1
-        self.budget = min(budget(slots, drafts), int(drafts.sum()))
-        self.saved = int(drafts.sum()) - self.budget
+        found = drafting(slots, drafts)
+        self.proposes = found.proposes
+        if len(slots):
+            self.budget = min(found.verified, int(drafts.sum()))
+            self.saved = int(drafts.sum()) - self.budget
 
     def extend(self, slot: int) -> bool:
         """Run as much as goes: of a prompt the rest, else one row. Returns whether any did."""
@@ -234,6 +242,7 @@ class _Draft:
             fresh=len(owner),
             running=run,
             budget=self.budget,
+            proposes=self.proposes,
         )
 
 

@@ -172,9 +172,9 @@ class Roster:
             pending=self.pool.pending,
             frees=lambda slot: self.pool.frees(self.tables[slot]),
             host_pages=self._host_pages - sum(self.swapped.values()),
-            budget=None
+            drafting=None
             if lengths is None
-            else lambda slots, drafts: lengths.budget(
+            else lambda slots, drafts: lengths.choice(
                 step, slots, self.running.request[slots], drafts
             ),
             aborted=frozenset(self._aborted),

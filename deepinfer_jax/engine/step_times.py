@@ -21,11 +21,12 @@ class StepTimes:
     """A cost table and what was seen of steps.
 
     Attributes:
-        table: as measured; it does not change.
+        table: as measured, of steps that propose drafts; it does not change.
+        drafting_ms: how much of every time proposing takes.
     """
 
-    def __init__(self, table: CostTable):
-        self.table = table
+    def __init__(self, table: CostTable, drafting_ms: float = 0.0):
+        self.table, self.drafting_ms = table, drafting_ms
         self._window: deque[tuple[int, float]] = deque()
         self._sorted: dict[int, list[float]] = defaultdict(list)
         self._sampler: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLER_WINDOW))

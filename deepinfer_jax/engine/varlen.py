@@ -1,7 +1,11 @@
-"""How many drafts a step verifies in all: the host's half, from what it has read by then.
+"""How many drafts a step verifies in all, and whether it proposes new ones: the host's half.
 
 What it reads of a step is two steps old when it plans, in overlapped mode because it cannot be
 newer and in plain mode by choice: a budget must not depend on the drafts that it is for.
+
+Drafts do not pay for every text nor for every number of sequences. Where the tokens a second that
+the best budget promises stay below those of a step that neither verifies nor proposes, steps
+propose nothing; now and then one does, so that it is noticed when drafts begin to pay.
 """
 
 from collections import deque
@@ -9,11 +13,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from deepinfer_jax.engine.plan import DraftChoice, Plan
 from deepinfer_jax.engine.step_times import StepTimes
 from deepinfer_jax.runner.layout import Bucket
-from deepinfer_jax.sampling.lengths import budget, filled, survival
+from deepinfer_jax.runner.step import StepOutput
+from deepinfer_jax.sampling.lengths import best_total, budget, filled, survival
 
 _LAG = 2  # steps
+PROBE = 128  # steps after which drafts are proposed again
+_NEWS = 1 / 16  # what a new block counts for in the survivals of a sequence nothing is known of
 
 
 def decode_sizes(buckets: Sequence[Bucket], sequences: int) -> list[Bucket]:
@@ -39,32 +47,77 @@ class Lengths:
             times: sequences -> what steps take in which at most so many decode.
         """
         self._times, self._drafts = dict(sorted(times.items())), drafts
+        self._proposed, self._decoded = 0, 1  # the last step that proposed; sequences of the last
+        self._typical = np.ones(drafts, np.float32)
+        self._kept = self._hoped = 1.0  # drafts of a step, and what was promised of them
         # Of each slot (step, sequence, survivals), the newest last.
         self._seen: list[deque[tuple[int, int, np.ndarray]]] = [deque() for _ in range(slots)]
 
-    def note(self, step: int, slot: int, sequence: int, confidence: np.ndarray) -> None:
-        """Take in the confidences float32 [g] of what a step drafted for a sequence."""
-        seen = self._seen[slot]
-        seen.append((step, sequence, survival(confidence)))
+    def restart(self) -> None:
+        """Nobody runs any more, and steps are counted anew; what was learned stays."""
+        self._proposed = 0
+        for seen in self._seen:
+            seen.clear()
+
+    def read(self, plan: Plan, part: int, sequence: int, out: StepOutput) -> None:
+        """Take in what a step that was read says of a part that drew: drafts kept and drafted."""
+        seen, offered = self._seen[int(plan.slot[part])], int(out.offered[part])
+        if offered and seen and seen[-1][:2] == (plan.step - 1, sequence):
+            self._kept += _NEWS * (float(out.accepted[part]) - self._kept)
+            self._hoped += _NEWS * (float(seen[-1][2][:offered].sum()) - self._hoped)
+        if not plan.proposes or out.ended[part]:
+            return
+        sure = survival(np.asarray(out.confidence[part]))
+        self._typical += _NEWS * (sure - self._typical)
+        seen.append((plan.step, sequence, sure))
         while len(seen) > _LAG + 1:
             seen.popleft()
 
-    def observe(self, sequences: int, bucket: Bucket, seconds: float) -> None:
-        """Take in how long a step took in which sequences decoded and nothing else ran."""
+    def launched(self, plan: Plan) -> None:
+        """Take in a step that was launched."""
+        self._proposed = plan.step if plan.proposes else self._proposed
+        self._decoded = int((~plan.prefill).sum()) or self._decoded
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Take in how long a step took; those without prompts tell, if they proposed."""
+        bucket, sequences = plan.bucket, len(plan.slot)
+        if bucket is None or plan.prefill.any() or not plan.proposes:
+            return
         times = self._of(sequences)
         if bucket.rows in times.table.sizes:
             times.observe(sequences, bucket.rows, 1e3 * seconds, 0.0)
 
-    def budget(
+    def choice(
         self, step: int, slots: np.ndarray, sequences: np.ndarray, drafts: np.ndarray
-    ) -> int:
-        """Drafts that step `step` verifies in all.
+    ) -> DraftChoice:
+        """What step `step` does about drafts.
 
         Args:
             step: that is planned.
             slots: int32 [n], that decode. sequences: int32 [n], their numbers.
             drafts: int32 [n], how many of each can be verified.
         """
+        values, known = self._survivals(step, slots, sequences)
+        n = len(slots) or self._decoded
+        times = self._of(n)
+        sizes, ms = times.table.sizes, times.milliseconds(n)
+        plain = ms - times.drafting_ms
+        # What is not known is like what was; of prompts alone, nothing is known. Drafts behind a
+        # sequence's end are as sure as others, and nothing comes of them.
+        likely = np.where(known[:, None], values, self._typical) if len(slots) else self._typical
+        likely = np.broadcast_to(likely * min(1.0, self._kept / self._hoped), (n, self._drafts))
+        _, rate = best_total(likely, np.full(n, self._drafts), sizes, ms)
+        pays = rate >= n / plain[times.table.place(n)]
+        proposes = pays or step - self._proposed >= PROBE
+        if self._proposed != step - 1 or not len(slots):
+            return DraftChoice(0, proposes)
+        values = filled(values, known, drafts > 0)
+        return DraftChoice(budget(values, drafts, sizes, ms if pays else plain) - n, proposes)
+
+    def _survivals(
+        self, step: int, slots: np.ndarray, sequences: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Float32 [n, g] as far as they are known, and bool [n] whether they are."""
         n = len(slots)
         values, known = np.zeros((n, self._drafts), np.float32), np.zeros(n, bool)
         for place, (slot, sequence) in enumerate(zip(slots, sequences, strict=True)):
@@ -72,9 +125,7 @@ class Lengths:
                 if owner == sequence and made <= step - _LAG:
                     values[place], known[place] = sure, True
                     break
-        values = filled(values, known, drafts > 0)
-        times = self._of(n)
-        return budget(values, drafts, times.table.sizes, times.milliseconds(n)) - n
+        return values, known
 
     def _of(self, sequences: int) -> StepTimes:
         return next(times for most, times in self._times.items() if most >= sequences)

@@ -7,7 +7,7 @@ bucket of n rows, p parts and u page updates the int32 array is, in this order,
     parts    [p, len(Part)]      see `Part`
     stops    [p, STOP_IDS]       token ids that end a sequence, -1 where there is none
     updates  [u, 3]              new page-table entries: (slot, place in the table, page)
-    budget   [1]                 rows of drafts that the step verifies, -1 for all that are offered
+    drafting [len(Drafting)]     see `Drafting`
 
 and the float32 array [p, 2]: temperature and top_p of each part. No JAX here: the planner's half.
 """
@@ -52,6 +52,17 @@ class Part(IntEnum):
     NEXT = 14
 
 
+class Drafting(IntEnum):
+    """Columns of what a step does about drafts.
+
+    VERIFIED: rows of drafts that it verifies, -1 for all that are offered. PROPOSES: 0 if it makes
+    none for the next step; read by programs of varying lengths only.
+    """
+
+    VERIFIED = 0
+    PROPOSES = 1
+
+
 class Flag(IntFlag):
     """PROMPT: the host gives its ids. DRAWS: a token is drawn after its last row."""
 
@@ -78,7 +89,7 @@ class Bucket:
     @property
     def ints(self) -> int:
         """Length of the int32 array."""
-        return self.rows + self.parts * (len(Part) + STOP_IDS) + self.updates * 3 + 1
+        return self.rows + self.parts * (len(Part) + STOP_IDS) + self.updates * 3 + len(Drafting)
 
     @property
     def width(self) -> int:
@@ -91,7 +102,7 @@ class Bucket:
         return min(self.rows, self.parts * self.width)
 
     def split(self, flat: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """ids [n], parts [p, .], stops [p, .], updates [u, 3], budget [1].
+        """ids [n], parts [p, .], stops [p, .], updates [u, 3], drafting.
 
         Of a NumPy array they are views, of a traced one slices.
         """
@@ -101,16 +112,17 @@ class Bucket:
             flat[: self.rows],
             flat[slice(*parts)].reshape(self.parts, len(Part)),
             flat[slice(*stops)].reshape(self.parts, STOP_IDS),
-            flat[stops[1] : -1].reshape(self.updates, 3),
-            flat[-1:],
+            flat[stops[1] : -len(Drafting)].reshape(self.updates, 3),
+            flat[-len(Drafting) :],
         )
 
     def empty(self) -> tuple[np.ndarray, np.ndarray]:
         """Both arrays of a step that does nothing."""
         ints: Any = np.zeros(self.ints, np.int32)
-        _, parts, stops, updates, budget = self.split(ints)
+        _, parts, stops, updates, drafting = self.split(ints)
         parts[:, [Part.SLOT, Part.TOP_K, Part.FORCED, Part.SCORE_FROM, Part.NEXT]] = -1
-        stops[:], updates[:, 0], budget[:] = -1, -1, -1
+        stops[:], updates[:, 0] = -1, -1
+        drafting[:] = -1, 1
         floats = np.zeros((self.parts, 2), np.float32)
         floats[:, 1] = 1.0
         return ints, floats

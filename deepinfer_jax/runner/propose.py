@@ -9,7 +9,7 @@ import numpy as np
 from deepinfer_jax.model.draft import block, context_keys, main_hidden, markov, write_context
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.transformer import Network
-from deepinfer_jax.runner.schedule import Emitted, EngineState, Scheduled
+from deepinfer_jax.runner.schedule import Drafts, Emitted, EngineState, Scheduled
 from deepinfer_jax.sampling.draft import draft_token
 from deepinfer_jax.sampling.lengths import calibrated
 from deepinfer_jax.sampling.sampler import RowParams
@@ -25,6 +25,7 @@ def propose(
     net: Network,
     rule: str,
     temperature: tuple[float, ...],
+    wanted: jax.Array | None = None,
 ) -> EngineState:
     """The state with new drafts of the parts that emitted a token and go on.
 
@@ -39,6 +40,7 @@ def propose(
         net: configuration, arithmetic and kernels.
         rule: which verification will judge the drafts.
         temperature: of the confidence of each of g drafts.
+        wanted: bool [], False leaves them without drafts; None: wanted.
     """
     drafter, drafts = params.drafter, state.drafts
     assert drafter is not None and drafts is not None and state.cache.draft is not None
@@ -52,8 +54,8 @@ def propose(
     slot = jnp.where(goes_on, plan.slot, -1)
     anchor = state.token[jnp.maximum(slot, 0)]
     position = jnp.where(goes_on, state.length[jnp.maximum(slot, 0)], -1)
-    z, base = block(params, drafter, rings, anchor, position, slot, plan.floor, net=net)
     own: RowParams = jax.tree.map(lambda x: x[plan.at[:, 0]], plan.draw)
+    numbers = jnp.arange(count, dtype=jnp.int32)
 
     def place(previous: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
         number, z, base = at
@@ -62,21 +64,23 @@ def propose(
         token, logprobs = draft_token(logits, drawn, rule=rule, place=number)
         return token, (token, confidence, logprobs)
 
-    numbers = jnp.arange(count, dtype=jnp.int32)
-    each = numbers, jnp.moveaxis(z, 1, 0)[:count], jnp.moveaxis(base, 1, 0)[:count]
-    _, (token, confidence, logprobs) = jax.lax.scan(place, anchor, each)
-    sure = calibrated(jnp.moveaxis(confidence, 0, 1), jnp.asarray(temperature, np.float32))
+    def drafted() -> Drafts:
+        z, base = block(params, drafter, rings, anchor, position, slot, plan.floor, net=net)
+        each = numbers, jnp.moveaxis(z, 1, 0)[:count], jnp.moveaxis(base, 1, 0)[:count]
+        _, (token, confidence, logprobs) = jax.lax.scan(place, anchor, each)
+        sure = calibrated(jnp.moveaxis(confidence, 0, 1), jnp.asarray(temperature, np.float32))
+        law = None if drafts.logprobs is None else jnp.moveaxis(logprobs, 0, 1)
+        return Drafts(jnp.moveaxis(token, 0, 1), sure, law)
+
+    def none() -> Drafts:
+        # What was proposed before stood at other positions.
+        shapes = jax.tree.map(lambda x: jnp.zeros((slot.shape[0], *x.shape[1:]), x.dtype), drafts)
+        return replace(shapes, token=shapes.token - 1)
+
+    made = drafted() if wanted is None else jax.lax.cond(wanted, drafted, none)
     at = jnp.where(goes_on, plan.slot, jnp.iinfo(jnp.int32).max)
-    kept = drafts.logprobs
-    if kept is not None:
-        kept = kept.at[at].set(jnp.moveaxis(logprobs, 0, 1), mode="drop")
     return replace(
         state,
         cache=replace(state.cache, draft=rings),
-        drafts=replace(
-            drafts,
-            token=drafts.token.at[at].set(jnp.moveaxis(token, 0, 1), mode="drop"),
-            confidence=drafts.confidence.at[at].set(sure, mode="drop"),
-            logprobs=kept,
-        ),
+        drafts=jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), drafts, made),
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from deepinfer_jax.model.cache import Cache, Rows
 from deepinfer_jax.model.transformer import Kept
-from deepinfer_jax.runner.layout import Bucket, Flag, Part
+from deepinfer_jax.runner.layout import Bucket, Drafting, Flag, Part
 from deepinfer_jax.sampling.lengths import split, survival
 from deepinfer_jax.sampling.sampler import RowParams
 
@@ -88,6 +88,7 @@ class Scheduled(NamedTuple):
         draws: bool [p], a token of this part counts. limit: int32 [p]. stops: int32 [p, s].
         owner: int32 [n], the part of each row; padding has one too.
         target: int32 [n], the token that a row is scored against, -1 for none.
+        proposes: bool [], new drafts are wanted.
     """
 
     rows: Rows
@@ -107,6 +108,7 @@ class Scheduled(NamedTuple):
     stops: jax.Array
     owner: jax.Array
     target: jax.Array
+    proposes: jax.Array
 
 
 @flax.struct.dataclass
@@ -161,7 +163,7 @@ def derive(
         first_exact: see `model.transformer.Kept`.
         varlen: the plan's budget of rows goes to the drafts that are likeliest to be kept.
     """
-    ids, part, stops, _, budget = bucket.split(inputs.ints)
+    ids, part, stops, _, drafting = bucket.split(inputs.ints)
     column = {field: part[:, field] for field in Part}
     known = column[Part.SLOT] >= 0
     slot = jnp.maximum(column[Part.SLOT], 0)
@@ -175,11 +177,14 @@ def derive(
         proposed = state.drafts.token[slot, : bucket.drafts]
         # The host knows a decode part's beginning at best as a bound.
         room = jnp.maximum(column[Part.LIMIT] - 1 - start, 1)
+        # A step may have gone by that proposed nothing.
+        room = jnp.minimum(room, 1 + (proposed >= 0).sum(-1, dtype=jnp.int32))
         count = jnp.where(prompt, count, jnp.minimum(count, room))
         if varlen:
             sure = survival(state.drafts.confidence[slot, : bucket.drafts])
             decodes = known & ~prompt
-            total = jnp.where(budget[0] < 0, bucket.rows, budget[0])
+            budget = drafting[Drafting.VERIFIED]
+            total = jnp.where(budget < 0, bucket.rows, budget)
             total += decodes.sum(dtype=jnp.int32)
             offered = jnp.where(decodes, jnp.where(alive, count - 1, 0), -1)
             count = jnp.where(prompt, count, split(sure, offered, total))
@@ -254,6 +259,7 @@ def derive(
         stops=stops,
         owner=owner,
         target=jnp.where(scored, following, -1),
+        proposes=drafting[Drafting.PROPOSES] > 0,
     )
 
 

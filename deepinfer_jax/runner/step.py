@@ -151,6 +151,7 @@ def step(
                 net=net,
                 rule=options.rule,
                 temperature=options.confidence_temperature,
+                wanted=plan.proposes if options.varlen else None,
             )
     confidence = jnp.zeros((bucket.parts, 0), jnp.float32)
     if state.drafts is not None:

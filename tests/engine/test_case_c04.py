@@ -10,11 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from draft_engine import committed, engine_with, sequences, state_of, write_guessable_model
+from draft_engine import (
+    committed,
+    engine_with,
+    lengths_with,
+    sequences,
+    state_of,
+    write_guessable_model,
+)
 from short_engine import drive
 from short_llm import open_llm
 
 from deepinfer_jax import LLM
+from deepinfer_jax.engine import varlen as lengths_module
 from deepinfer_jax.entrypoints import cli
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.runner import step
@@ -132,6 +140,15 @@ def test_no_draft_changes_a_token_or_what_the_caches_hold(
     # A sequence brings fewer only at the end of each of its pages.
     whole = drafts * (MANY - 1) - 3 * drafts * drafts
     assert (wrong.drafted < whole) == varlen
+    if varlen:
+        # Nothing is proposed but in every fourth step, as drafting costs nearly all of a step.
+        monkeypatch.setattr(lengths_module, "PROBE", 4)
+        engine._lengths = lengths_with(drafts, 20.0, 0.2, drafting=19.0)
+        again, kept = write_long(network, engine)
+        assert [one.output for one in again] == [expected.long] * 4
+        assert kept == caches
+        for few, many in zip(again, batch, strict=True):
+            assert 0 < few.drafted < 0.5 * many.drafted
 
 
 def test_rejection_of_all_drafts_is_the_same_alone_and_among_others(network):

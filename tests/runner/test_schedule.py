@@ -9,7 +9,7 @@ import pytest
 from golden_network import golden_network, load
 
 from deepinfer_jax.model.transformer import forward, unembed
-from deepinfer_jax.runner.layout import Bucket, Flag, Part
+from deepinfer_jax.runner.layout import Bucket, Drafting, Flag, Part
 from deepinfer_jax.runner.schedule import Drafts, StepInput, committed, derive, emit, with_pages
 from deepinfer_jax.runner.step import init_state
 
@@ -144,7 +144,8 @@ def verifying(bucket, budget=-1):
         {"slot": 0, "count": 2},
         {"slot": 1, "ids": [11, 12, 13], "start": 128},
     )
-    return given.replace(ints=given.ints.at[-1].set(budget))
+    drafting = bucket.ints - len(Drafting)
+    return given.replace(ints=given.ints.at[drafting + Drafting.VERIFIED].set(budget))
 
 
 def listed(made, count):
@@ -173,6 +174,16 @@ def test_every_draft_has_a_row_and_every_row_that_draws_finds_its_way_back(draft
             assert int(made.rows.slot[row]) == slot
             assert int(made.rows.position[row]) == first + place
             assert int(made.draw.position[draw]) == first + place + 1
+
+
+def test_what_was_not_proposed_has_no_row(drafted):
+    token = drafted.drafts.token.at[2].set(-1)
+    drafted = drafted.replace(drafts=drafted.drafts.replace(token=token))
+    made = derive(drafted, verifying(DRAFTED), DRAFTED)
+    rows, _ = listed(made, 6)
+    assert rows[:3] == [(2, 7, 90), (0, 5, 70), (0, 6, 1)]
+    assert made.drafts[:2].tolist() == [[-1, -1, -1], [1, -1, -1]]
+    assert made.drawn[:3].tolist() == [1, 2, 1]
 
 
 def test_a_budget_goes_to_the_surest_drafts_and_leaves_a_gap_before_prompts(drafted):
