@@ -138,7 +138,7 @@ class EngineConfig:
     prefill_keep_tokens: int = 0
     prefill_first_exact: bool = False
     overlap: bool = True
-    nextn: int | None = 0
+    nextn: int | None = None
     max_backtracking_tokens: int = 6
     verification: str = "coupled"
     varlen: bool = False

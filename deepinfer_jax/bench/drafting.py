@@ -164,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             LLM(overrides=[*common, "engine.nextn=0"]),
             LLM(overrides=[*common, *drafts]),
         )
+        for llm in engines:
+            llm.prepare(sequences=sequences)  # side by side, which compiling as needed is not
         done = []
         for entry in entries:
             count = max(given.prompts, sequences)
