@@ -25,7 +25,7 @@ def without(tmp_path_factory) -> Path:
 
 
 def test_the_block_is_drafted_where_the_choice_is_the_engine_s(with_drafter, without):
-    asked = EngineConfig(nextn=None)
+    asked = EngineConfig()
     assert drafting_of(asked, CONFIG, with_drafter) == Drafting(5, (1.0,) * 5)
     assert drafting_of(asked, CONFIG, without) == Drafting()
     assert drafting_of(asked, CONFIG, None) == Drafting()
@@ -46,8 +46,8 @@ def test_a_plan_assumes_the_drafter_of_weights_that_are_not_there(without, tmp_p
         drafting_of(asked, CONFIG, without, assumed=True)
 
 
-def test_nothing_is_drafted_unless_asked(with_drafter):
-    assert drafting_of(EngineConfig(), CONFIG, with_drafter) == Drafting()
+def test_no_drafts_can_be_asked_for(with_drafter):
+    assert drafting_of(EngineConfig(nextn=0), CONFIG, with_drafter) == Drafting()
 
 
 @pytest.mark.parametrize(

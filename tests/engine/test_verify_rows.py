@@ -31,8 +31,8 @@ def engine_with(llm, truth, tmp_path_factory):
     net, kept = llm.assembled, keep_compiled(tmp_path_factory.mktemp("programs"))
     known = jnp.asarray([[*PROMPT, *truth[t], 0] for t in (GREEDY, SEEDED)], jnp.int32)
 
-    def propose(params, state, plan, emitted, taps, *, net, rule, temperature):
-        del params, plan, emitted, taps, net, rule, temperature
+    def propose(params, state, plan, emitted, taps, **options):
+        del params, plan, emitted, taps, options
         slots, width = state.drafts.token.shape
         slot = jnp.arange(slots, dtype=jnp.int32)[:, None]
         at = jnp.minimum(state.length, known.shape[1] - 1)

@@ -45,8 +45,9 @@ def test_the_table_shows_every_part_the_sizes_and_what_fits(deepinfer):
 
 
 def test_drafts_are_planned_where_they_are_asked_for(deepinfer):
-    assert "draft" not in deepinfer(*TINY, "--memory", "64MiB")[1]
-    how = ("--memory", "64MiB", "--set", "engine.nextn=5")
+    none = ("--memory", "64MiB", "--set", "engine.nextn=0")
+    assert "draft" not in deepinfer(*TINY, *none)[1]
+    how = ("--memory", "64MiB")
     code, out, _ = deepinfer(*TINY, *how, "--set", "engine.verification=rejection")
     words = " ".join(out.split())
     assert code == 0 and "drafts 5 of each sequence a step, verification rejection" in words
@@ -55,7 +56,7 @@ def test_drafts_are_planned_where_they_are_asked_for(deepinfer):
     assert (report["verification"], report["plan"]["drafts"]) == ("original", 5)
     coupled = json.loads(deepinfer(*TINY, *how, "--json")[1])["plan"]
     assert coupled["draft_logprobs"] == 0 < report["plan"]["draft_logprobs"]
-    plain = json.loads(deepinfer(*TINY, "--memory", "64MiB", "--json")[1])["plan"]
+    plain = json.loads(deepinfer(*TINY, *none, "--json")[1])["plan"]
     assert coupled["weights"] > plain["weights"] and coupled["windows"] > plain["windows"]
 
 
