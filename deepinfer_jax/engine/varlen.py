@@ -21,7 +21,7 @@ from deepinfer_jax.sampling.lengths import best_total, budget, filled, survival
 
 _LAG = 2  # steps
 PROBE = 128  # steps after which drafts are proposed again
-_NEWS = 1 / 16  # what a new block counts for in the survivals of a sequence nothing is known of
+_NEWS = 1 / 8  # what a new block counts for in the survivals of a sequence nothing is known of
 
 
 def decode_sizes(buckets: Sequence[Bucket], sequences: int) -> list[Bucket]:
