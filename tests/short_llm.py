@@ -13,16 +13,21 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from tiny_model import tiny_weights
 
 from deepinfer_jax.checkpoint.export import encode
 from deepinfer_jax.checkpoint.safetensors import write_safetensors
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine import engine as engine_module
+from deepinfer_jax.engine.buckets import plan_buckets
 from deepinfer_jax.llm import LLM
+from deepinfer_jax.runner.layout import Bucket
 from deepinfer_jax.settings import package_folder
 
 Weights = dict[str, np.ndarray]
+Sizes = tuple[Bucket, ...]
 SLOTS, CHUNK, LIMIT = 4, 64, 1088
 
 
@@ -85,6 +90,31 @@ def open_llm(folder: Path, compiled: Path, **engine: Any) -> LLM:
     """The engine of all these tests: 4 slots, prompts in chunks of 64, no program ever late."""
     sizes = {"max_num_seqs": SLOTS, "max_num_batched_tokens": CHUNK, "compile_cache_dir": compiled}
     return LLM(folder, **(sizes | {"late_compile": "error"} | engine))
+
+
+def largest(sizes: Sizes) -> Sizes:
+    """The size that holds every step."""
+    return sizes[-1:]
+
+
+def of_all_slots(sizes: Sizes) -> Sizes:
+    """No sizes for fewer sequences than there are slots."""
+    return tuple(size for size in sizes if size.parts == sizes[-1].parts)
+
+
+@contextmanager
+def fewer_sizes(chosen: Callable[[Sizes], Sizes]) -> Iterator[None]:
+    """Engines that are made here pad their steps to the sizes that `chosen` leaves of all.
+
+    A test waits for the program of every size.
+    """
+
+    def planned(*limits: Any, **options: Any) -> Sizes:
+        return chosen(plan_buckets(*limits, **options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "plan_buckets", planned)
+        yield
 
 
 @contextmanager

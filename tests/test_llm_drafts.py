@@ -3,10 +3,18 @@
 import numpy as np
 import pytest
 from draft_engine import committed, state_of
-from short_llm import open_llm, shorter_config, write_short_model
+from short_llm import (
+    fewer_sizes,
+    largest,
+    of_all_slots,
+    open_llm,
+    shorter_config,
+    write_short_model,
+)
 
 from deepinfer_jax import SamplingParams
 
+EVERY = tuple  # all sizes that are planned
 PROMPTS = [[3 + (7 * i + j) % 250 for j in range(20 + 30 * i)] for i in range(5)]
 TEMPERATURES = (0.0, 0.3, 0.8, 1.2, 0.0)
 PARAMS = [
@@ -22,9 +30,20 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def write(folder, compiled):
+def opened(folder, compiled):
+    """Opens an engine, by default with steps of one size, so that one program serves all."""
+
+    def opened(*, sizes=largest, **engine):
+        with fewer_sizes(sizes):
+            return open_llm(folder, compiled, late_compile="warn", **engine)
+
+    return opened
+
+
+@pytest.fixture(scope="module")
+def write(opened):
     def written(**engine):
-        llm = open_llm(folder, compiled, late_compile="warn", **engine)
+        llm = opened(**engine)
         return llm, llm.generate(None, PARAMS, PROMPTS)
 
     return written
@@ -32,13 +51,17 @@ def write(folder, compiled):
 
 @pytest.fixture(scope="module")
 def expected(write):
-    _, outputs = write(nextn=0)
+    _, outputs = write(nextn=0, sizes=EVERY)
     return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.mark.parametrize(
     "engine",
-    [{"nextn": 5}, {"nextn": 2, "overlap": False}, {"nextn": 5, "varlen": True}],
+    [
+        {"nextn": 5, "sizes": EVERY},
+        {"nextn": 2, "overlap": False},
+        {"nextn": 5, "sizes": of_all_slots, "varlen": True},
+    ],
     ids=["5", "2, plain", "5, varlen"],
 )
 def test_coupled_drafts_change_no_token_at_any_temperature(write, expected, engine):
@@ -53,7 +76,7 @@ def test_coupled_drafts_change_no_token_at_any_temperature(write, expected, engi
 
 
 def test_a_run_counts_its_drafts_by_place(write):
-    llm, outputs = write(nextn=5)
+    llm, outputs = write(nextn=5, sizes=EVERY)
     found = llm.snapshot.acceptance
     drafted = sum(output.outputs[0].drafted for output in outputs)
     assert (found.offered.sum(), found.kept.sum()) == (drafted, llm.meter.accepted)
@@ -62,10 +85,10 @@ def test_a_run_counts_its_drafts_by_place(write):
     assert found.kept[0] > 0 and found.reached[1] <= found.kept[0]
 
 
-def test_a_drafter_that_goes_wrong_is_told_of_once_during_a_run(folder, compiled):
+def test_a_drafter_that_goes_wrong_is_told_of_once_during_a_run(opened):
     said, calls = "Draft 2 is kept in 0.", []
     for progress in (None, lambda what, *_: calls.append(what)):
-        llm = open_llm(folder, compiled, late_compile="warn", nextn=5, progress=progress)
+        llm = opened(nextn=5, sizes=EVERY, progress=progress)
         counts = llm._engine.acceptance
         counts.on_alarm, tell = None, counts.on_alarm
         for _ in range(9995):  # as if all later places had been wrong for long
@@ -91,13 +114,11 @@ def test_rules_that_compare_laws_write_as_many_tokens_and_greedy_ones_alike(
     assert llm.meter.accepted > 0
 
 
-def test_what_drafts_write_can_be_scored_as_well_as_what_is_drawn(
-    write, expected, folder, compiled
-):
-    llm = open_llm(folder, compiled, late_compile="warn", nextn=5)
+def test_what_drafts_write_can_be_scored_as_well_as_what_is_drawn(opened, expected):
+    llm = opened(nextn=5)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2)
     with_drafts = llm.generate(None, [params], [PROMPTS[0]])[0].outputs[0]
-    bare = open_llm(folder, compiled, late_compile="warn", nextn=0)
+    bare = opened(nextn=0)
     without = bare.generate(None, [params], [PROMPTS[0]])[0].outputs[0]
     assert with_drafts.token_ids == without.token_ids == expected[0][:30]
     np.testing.assert_allclose(with_drafts.logprobs.token, without.logprobs.token, atol=1e-4)
@@ -111,15 +132,9 @@ def rings(llm):
     return cache.window.shape[2], draft, cache.sources[0].raw.shape[1]
 
 
-def test_more_backtracking_is_longer_rings_and_the_same_tokens(folder, compiled, expected):
+def test_more_backtracking_is_longer_rings_and_the_same_tokens(opened, expected):
     for nextn, backtracking, kept in ((5, 6, 6), (5, 0, 6), (0, 3, 3), (5, 11, 11)):
-        llm = open_llm(
-            folder,
-            compiled,
-            late_compile="warn",
-            nextn=nextn,
-            max_backtracking_tokens=backtracking,
-        )
+        llm = opened(nextn=nextn, max_backtracking_tokens=backtracking)
         window = llm.config.sliding_window + kept
         assert rings(llm) == (window, window if nextn else None, 2 + kept)
         assert (llm.plan().backtrack, llm.plan().drafts) == (kept, nextn)
@@ -129,10 +144,10 @@ def test_more_backtracking_is_longer_rings_and_the_same_tokens(folder, compiled,
     assert llm.meter.accepted
 
 
-def test_the_caches_hold_what_plain_decoding_leaves_there(folder, compiled):
+def test_the_caches_hold_what_plain_decoding_leaves_there(opened):
     made = []
     for drafts in (0, 5):
-        llm = open_llm(folder, compiled, late_compile="warn", nextn=drafts, batch_invariant=True)
+        llm = opened(nextn=drafts, batch_invariant=True)
         made.append([])
         for tokens in (60, 61, 163):  # odd and even ends, and beyond the length of every ring
             params = SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True, seq_seed=1)
