@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from short_llm import letters, open_llm, write_short_model
+from short_llm import fewer_sizes, largest, letters, open_llm, write_short_model
 
 from deepinfer_jax import SamplingParams
 from deepinfer_jax.errors import CheckpointError, LateCompileError, RequestError
@@ -110,7 +110,8 @@ def test_equal_logits_give_the_lowest_id(variant):
 def test_the_original_sampler_repeats_itself_and_agrees_where_nothing_is_random(
     llm, short_folder, compiled
 ):
-    original = open_llm(short_folder, compiled, sampler="original")
+    with fewer_sizes(largest):
+        original = open_llm(short_folder, compiled, sampler="original")
     assert (
         only(original.generate("Hello", GREEDY)).token_ids
         == only(llm.generate("Hello", GREEDY)).token_ids
@@ -130,7 +131,8 @@ def test_the_original_sampler_repeats_itself_and_agrees_where_nothing_is_random(
 def test_processed_log_probs_are_those_of_the_distribution_that_was_drawn_from(
     llm, short_folder, compiled
 ):
-    processed = open_llm(short_folder, compiled, logprobs_mode="processed")
+    with fewer_sizes(largest):
+        processed = open_llm(short_folder, compiled, logprobs_mode="processed")
     params = {"max_tokens": 6, "ignore_eos": True, "logprobs": 4, "seq_seed": 9}
     made = only(processed.generate("Hello", SamplingParams(top_k=3, **params)))
     kept = made.logprobs

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from short_engine import LIMITS, check_empty, drive, few_pages
+from short_llm import fewer_sizes, largest
 
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.runner import step
@@ -45,7 +46,8 @@ def engine_with(llm, truth, tmp_path_factory):
 
     def made(**options):
         limits = dataclasses.replace(LIMITS, drafts=DRAFTS)
-        return Engine(net.network, net.params, net.mesh, limits=limits, kept=kept, **options)
+        with fewer_sizes(largest):
+            return Engine(net.network, net.params, net.mesh, limits=limits, kept=kept, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "propose", propose)

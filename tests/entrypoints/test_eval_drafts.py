@@ -2,7 +2,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from short_llm import open_llm, shorter_config, write_short_model
+from short_llm import fewer_sizes, largest, open_llm, shorter_config, write_short_model
 
 from deepinfer_jax.checkpoint.load import load
 from deepinfer_jax.config import ModelConfig
@@ -211,7 +211,9 @@ def test_a_drafter_judged_by_replay_is_what_the_engine_finds_it_to_be(
     def open_engine(live, *, model, config, overrides, **engine):
         del live, config, overrides
         given = {k: v for k, v in engine.items() if v is not None}
-        return open_llm(model, compiled, late_compile="warn", max_num_seqs=1, **given)
+        # The size, and so the program, of the engine in tests/training/test_drafter_evaluate.py.
+        with fewer_sizes(largest):
+            return open_llm(model, compiled, late_compile="warn", max_num_seqs=1, **given)
 
     monkeypatch.setattr(eval_drafts, "open_engine", open_engine)
     config = ModelConfig.from_file(folder)

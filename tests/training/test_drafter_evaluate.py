@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from short_llm import open_llm, shorter_config, write_short_model
+from short_llm import fewer_sizes, largest, open_llm, shorter_config, write_short_model
 
 from deepinfer_jax import SamplingParams
 from deepinfer_jax.checkpoint.load import load
@@ -37,9 +37,10 @@ TOKENS = 50
 
 
 def open_plain(folder, compiled, **changes):
-    """One sequence at a time, so that few programs are compiled."""
+    """One sequence at a time, in steps of one size, so that one program is compiled."""
     how = {"max_num_seqs": 1, "nextn": 5, "overlap": False, "confidence_temperature": "10"}
-    return open_llm(folder, compiled, late_compile="warn", **(how | changes))
+    with fewer_sizes(largest):
+        return open_llm(folder, compiled, late_compile="warn", **(how | changes))
 
 
 def watched(llm, prompts):
