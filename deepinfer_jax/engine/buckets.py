@@ -47,11 +47,13 @@ def plan_buckets(limits: Limits, keep: int = 0, *, varlen: bool = False) -> tupl
     sizes |= {(width * n, n) for n in decode for width in widths if width * n <= limits.rows}
     found = set()
     for n, parts in sizes:
-        drafts = min(limits.drafts, n - parts)
-        found.add(Bucket(n, n, parts, limits.updates, drafts))
-        kept = parts * (1 + drafts) + keep
-        if keep and kept < n:
-            found.add(Bucket(n, kept, parts, limits.updates, drafts))
+        most = min(limits.drafts, n - parts)
+        # Where steps may propose nothing, those of prompts need not draw for drafts either.
+        for drafts in {most, 0} if varlen and n > limits.slots == parts else {most}:
+            found.add(Bucket(n, n, parts, limits.updates, drafts))
+            kept = parts * (1 + drafts) + keep
+            if keep and kept < n:
+                found.add(Bucket(n, kept, parts, limits.updates, drafts))
     return tuple(sorted(found))
 
 

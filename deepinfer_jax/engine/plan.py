@@ -251,6 +251,10 @@ class DraftChoice:
     proposes: bool = True
 
 
+Drafting = Callable[[np.ndarray, np.ndarray, bool], DraftChoice]
+"""(slots that decode, drafts that each can have verified, prompts fill the step) -> the choice."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class View:
     """All that a plan depends on besides the sizes.
@@ -263,8 +267,7 @@ class View:
         allocatable, pending: of the PagePool.
         frees: slot -> `PagePool.frees` of its pages; asked only when a page is missing.
         host_pages: pages that host memory can take from a preempted sequence.
-        drafting: (slots that decode, drafts that each can have verified) -> what is done about
-            them; None: all are verified, and new ones proposed.
+        drafting: decides about drafts; None: all are verified, and new ones proposed.
         aborted: requests whose caller has gone.
     """
 
@@ -277,7 +280,7 @@ class View:
     pending: int
     frees: Callable[[int], int]
     host_pages: int = 0
-    drafting: Callable[[np.ndarray, np.ndarray], DraftChoice] | None = None
+    drafting: Drafting | None = None
     aborted: frozenset[int] = frozenset()
 
 

@@ -27,14 +27,14 @@ also when there is nothing to launch: ends and preemptions stand in it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from deepinfer_jax.engine.buckets import fit
 from deepinfer_jax.engine.plan import (
-    DraftChoice,
+    Drafting,
     Ended,
     Limits,
     Plan,
@@ -91,7 +91,11 @@ def plan(view: View, limits: Limits, buckets: Sequence[Bucket]) -> Plan:
     run.allocated[need] += 1
     draft.decode(decode)
     if view.drafting is not None:
-        draft.save(np.flatnonzero(decode), view.drafting)
+        slots = np.flatnonzero(decode)
+        prompts = int((run.prompt - run.computed)[prefill].sum())
+        if (run.request < 0).any():
+            prompts += sum(w.prompt for w in view.waiting)
+        draft.save(slots, view.drafting, crowded=prompts >= limits.rows - len(slots))
 
     for slot in sorted(np.flatnonzero(prefill).tolist(), key=run.order.__getitem__):
         draft.extend(slot)
@@ -167,12 +171,10 @@ class _Draft:
         run.computed[slots] = end[slots]
         run.certain[slots] += 1
 
-    def save(
-        self, slots: np.ndarray, drafting: Callable[[np.ndarray, np.ndarray], DraftChoice]
-    ) -> None:
+    def save(self, slots: np.ndarray, drafting: Drafting, *, crowded: bool) -> None:
         """Let it decide how many of the drafts of `slots` int [n] are verified."""
         drafts = self.count[slots] - 1
-        found = drafting(slots, drafts)
+        found = drafting(slots, drafts, crowded)
         self.proposes = found.proposes
         if len(slots):
             self.budget = min(found.verified, int(drafts.sum()))

@@ -174,8 +174,8 @@ class Roster:
             host_pages=self._host_pages - sum(self.swapped.values()),
             drafting=None
             if lengths is None
-            else lambda slots, drafts: lengths.choice(
-                step, slots, self.running.request[slots], drafts
+            else lambda slots, drafts, crowded: lengths.choice(
+                step, slots, self.running.request[slots], drafts, crowded=crowded
             ),
             aborted=frozenset(self._aborted),
         )

@@ -5,7 +5,9 @@ newer and in plain mode by choice: a budget must not depend on the drafts that i
 
 Drafts do not pay for every text nor for every number of sequences. Where the tokens a second that
 the best budget promises stay below those of a step that neither verifies nor proposes, steps
-propose nothing; now and then one does, so that it is noticed when drafts begin to pay.
+propose nothing; now and then one does, so that it is noticed when drafts begin to pay. Nor do
+they where prompts fill a step: a draft's row is then one that a prompt waits for, and it gives a
+token at most, as the row of a token without drafts does.
 """
 
 from collections import deque
@@ -26,11 +28,9 @@ _NEWS = 1 / 8  # what a new block counts for in the survivals of a sequence noth
 
 def decode_sizes(buckets: Sequence[Bucket], sequences: int) -> list[Bucket]:
     """The programs in which so many sequences can decode, one of each number of rows, rising."""
-    wide = max(b.parts for b in buckets)
-    most = max(b.drafts for b in buckets)
     fitting: dict[int, Bucket] = {}
     for bucket in sorted(buckets):
-        decodes = bucket.rows == bucket.decoder_rows and bucket.rows <= wide * (1 + most)
+        decodes = bucket.rows == bucket.decoder_rows and bucket.rows <= bucket.parts * bucket.width
         if decodes and bucket.parts >= sequences:
             fitting.setdefault(bucket.rows, bucket)
     return list(fitting.values())
@@ -88,7 +88,13 @@ class Lengths:
             times.observe(sequences, bucket.rows, 1e3 * seconds, 0.0)
 
     def choice(
-        self, step: int, slots: np.ndarray, sequences: np.ndarray, drafts: np.ndarray
+        self,
+        step: int,
+        slots: np.ndarray,
+        sequences: np.ndarray,
+        drafts: np.ndarray,
+        *,
+        crowded: bool = False,
     ) -> DraftChoice:
         """What step `step` does about drafts.
 
@@ -96,7 +102,10 @@ class Lengths:
             step: that is planned.
             slots: int32 [n], that decode. sequences: int32 [n], their numbers.
             drafts: int32 [n], how many of each can be verified.
+            crowded: prompts fill what the sequences leave of the step.
         """
+        if crowded:
+            return DraftChoice(0, False)
         values, known = self._survivals(step, slots, sequences)
         n = len(slots) or self._decoded
         times = self._of(n)

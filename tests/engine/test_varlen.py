@@ -6,9 +6,9 @@ import pytest
 from engine_loop import limits
 
 from deepinfer_jax.engine import costs
-from deepinfer_jax.engine.buckets import Draws, pack, plan_buckets
+from deepinfer_jax.engine.buckets import Draws, fit, pack, plan_buckets
 from deepinfer_jax.engine.costs import full_step, step_times
-from deepinfer_jax.engine.plan import DraftChoice, Running, View
+from deepinfer_jax.engine.plan import DraftChoice, Running, View, Waiting
 from deepinfer_jax.engine.planner import plan
 from deepinfer_jax.engine.step_times import StepTimes
 from deepinfer_jax.engine.varlen import PROBE, Lengths, decode_sizes
@@ -31,7 +31,7 @@ def decoding(*slots, drafts=3, limit=60):
 
 
 def view(running, verified=None, proposes=True):
-    drafting = None if verified is None else lambda slots, drafts: DraftChoice(verified, proposes)
+    drafting = None if verified is None else lambda *_: DraftChoice(verified, proposes)
     return View(step=5, retired=3, now=0.0, running=running, waiting=(), allocatable=30, pending=0,
                 frees=lambda slot: 0, drafting=drafting)  # fmt: skip
 
@@ -43,6 +43,15 @@ def test_every_number_of_sequences_has_programs_of_several_sizes():
     assert [(b.rows, b.parts) for b in decode_sizes(BUCKETS, 3)] == [
         *((4, 4), (8, 4), (12, 4), (16, 4)),
     ]
+
+
+def test_steps_of_prompts_alone_draw_once_for_each():
+    made = plan_buckets(limits(slots=4, rows=128, drafts=3, page=64, pages=40), varlen=True)
+    assert {b.drafts for b in made if b.rows == 128} == {0, 3}
+    assert fit(made, 100, 100, 4).draws == 4
+    assert fit(made, 100, 100, 4, 3).draws == 16
+    fixed = plan_buckets(limits(slots=4, rows=128, drafts=3, page=64, pages=40))
+    assert {b.drafts for b in fixed if b.rows == 128} == {3}
 
 
 def test_a_plan_brings_all_drafts_unless_a_budget_says_otherwise():
@@ -203,6 +212,32 @@ def test_only_steps_that_proposed_tell_what_proposing_ones_take():
     for _ in range(20):
         lengths.observe(made, 0.5)
     assert times[4].slope_ms == pytest.approx((500 - 14) / 4)
+
+
+def test_no_draft_takes_a_row_that_a_prompt_waits_for():
+    lengths = Lengths(SIZES.slots, SIZES.drafts, linear(10.0, 1e-6))
+    launched(lengths, 8)
+    asked = np.arange(2), np.array([10, 11]), np.full(2, 3)
+    assert lengths.choice(9, *asked, crowded=True) == DraftChoice(0, False)
+    assert lengths.choice(9, *asked) == DraftChoice(6, True)
+
+    told = []
+
+    def drafting(slots, drafts, crowded):
+        told.append(crowded)
+        return DraftChoice(0)
+
+    for length in (29, 30):
+        running = decoding(0, 1)
+        running.request[2], running.prompt[2], running.limit[2] = 12, length, 60
+        plan(replace(view(running), drafting=drafting), SIZES, BUCKETS)
+    waiting = [
+        Waiting(request=20, prompt=30, limit=40, arrival=0.0, deadline=np.inf, drafts=3, replay=4)
+    ]
+    plan(replace(view(decoding(0, 1)), drafting=drafting, waiting=waiting), SIZES, BUCKETS)
+    full = decoding(0, 1, 2, 3)
+    plan(replace(view(full), drafting=drafting, waiting=waiting), SIZES, BUCKETS)
+    assert told == [False, True, True, False]
 
 
 def test_after_a_restart_steps_count_anew():
