@@ -40,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests/engine/test_case_c04.py with every number of drafts, and on nano as well",
     )
+    parser.addoption(
+        "--every-batch",
+        action="store_true",
+        help="tests/ops/test_batch_invariance.py with every number of rows from 1 to 256, and "
+        "tests/engine/test_invariance.py with more numbers of devices",
+    )
 
 
 @pytest.fixture(scope="session")

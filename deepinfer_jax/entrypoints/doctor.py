@@ -27,7 +27,7 @@ def command(
     overrides: options.Overrides = None,
     level: Annotated[
         str | None,
-        typer.Option("--level", metavar="R0..R3", help="Exit with 3 if it cannot be reached."),
+        typer.Option("--level", metavar="R0..R4", help="Exit with 3 if it cannot be reached."),
     ] = None,
     out: options.OutFile = None,
     as_json: options.Json = False,
@@ -88,7 +88,7 @@ def examine(
     return report, NoKernelError(
         f"Level {level} is asked for, and {reached.reachable} is the highest within reach.",
         f"{reached.name} holds because {reached.why}.",
-        f"Ask for {reached.reachable} at most; {reached.next_needs}.",
+        f"Ask for {reached.reachable} at most; {reached.missing(level)}.",
     )
 
 
@@ -113,6 +113,7 @@ def _examine_device(report: dict[str, Any], engine: settings.EngineConfig, xla_f
         "promise": level.promise,
         "why": level.why,
         "next": level.next_needs,
+        "above": level.steps(),
     }
     return level
 
@@ -154,7 +155,7 @@ def _show(report: dict[str, Any]) -> None:
     if report["kernels"]:
         out.add_row("kernels", _kernels(report["kernels"]))
     if level is not None:
-        lines = [f"{level['name']}: {level['promise']}", level["why"], level["next"]]
+        lines = [f"{level['name']}: {level['promise']}", level["why"], *level["above"].values()]
         out.add_row("level", "\n".join(lines))
     Console(highlight=False, markup=False).print(out)
 

@@ -77,6 +77,7 @@ def select(
 
     Raises:
         NoKernelError: an op without a fitting kernel, or an override that names no op or kernel.
+            Where rows must be kept apart, it lists the kernels of all ops that do so.
     """
     overrides = dict(overrides or {})
     unknown = sorted(set(overrides) - set(table))
@@ -91,10 +92,25 @@ def select(
     chosen, reasons = [], []
     for op, kernels in table.items():
         wanted = overrides.get(op)
-        kernel = choose(kernels, device, batch_invariant=batch_invariant, wanted=wanted)
+        try:
+            kernel = choose(kernels, device, batch_invariant=batch_invariant, wanted=wanted)
+        except NoKernelError as error:
+            if not batch_invariant or (wanted and all(k.name != wanted for k in kernels)):
+                raise
+            why = f"{error.why.rstrip('.')}; {_keeping_apart(table, device)}."
+            raise NoKernelError(error.what, why, error.do) from None
         chosen.append(kernel)
         reasons.append(_reason(kernels, kernel, device, batch_invariant, wanted))
     return Ops(device, batch_invariant, tuple(chosen), tuple(reasons))
+
+
+def _keeping_apart(table: Mapping[str, Sequence[Kernel]], device: Device) -> str:
+    """Every op with its kernels that keep rows apart on `device`, in table order."""
+    lines = []
+    for op, kernels in table.items():
+        names = [k.name for k in kernels if k.refusal(device, batch_invariant=True) is None]
+        lines.append(f"{op} {' or '.join(names) or 'none'}")
+    return f"batch invariant on {device.kind} are: {', '.join(lines)}"
 
 
 def _reason(

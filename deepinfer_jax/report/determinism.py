@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from deepinfer_jax.errors import NoKernelError
 from deepinfer_jax.ops.kernel import Kernel
@@ -13,7 +14,13 @@ LEVELS = {
     "R1": "same batches and layout, same bits",
     "R2": "any batch, same bits",
     "R3": "any batch, same tokens",
+    "R4": "any layout, same tokens",
 }
+# A network is not split over devices yet, so there are no layouts that could be held together.
+_R4_NEEDS = (
+    "R4 needs a network that is split over devices, and every program here runs whole on one of "
+    "them, however many there are"
+)
 # XLA's GPU compiler may otherwise pick atomics, or another algorithm by a timing race.
 _GPU_FLAGS = {
     "--xla_gpu_deterministic_ops=true": r"--xla_gpu_deterministic_ops(=true|=1)?(\s|$)",
@@ -26,13 +33,15 @@ class Level:
     """A level of `LEVELS`, the reason that it holds, and what the next one needs.
 
     Both texts are one sentence without its full stop. `tokens` says whether equal bits make equal
-    tokens where requests fix their seeds.
+    tokens where requests fix their seeds; `then` is the level that `next_needs` leads to, None
+    where it is not known or R3.
     """
 
     name: str
     why: str
     next_needs: str
     tokens: bool = True
+    then: "Level | None" = None
 
     @property
     def promise(self) -> str:
@@ -43,6 +52,31 @@ class Level:
     def reachable(self) -> str:
         """The highest level that requests can still bring about; R3 only takes their seeds."""
         return "R3" if self.name == "R2" and self.tokens else self.name
+
+    def of_run(self, *, fixed_seeds: bool) -> str:
+        """The level that a run reached: R3 takes a seed, or temperature 0, in every request."""
+        return self.reachable if fixed_seeds else self.name
+
+    def steps(self) -> dict[str, str]:
+        """Each level above this one with what it takes on top of the one below it, R4 included.
+
+        Texts are sentences without their full stop.
+        """
+        found, level = {}, self
+        for below, name in pairwise(LEVELS):
+            if below < self.name:
+                continue
+            if name == "R4":
+                found[name] = _R4_NEEDS
+            elif level is not None and level.name == below:
+                found[name], level = level.next_needs, level.then
+            else:
+                found[name] = f"{name} needs {below}"
+        return found
+
+    def missing(self, wanted: str) -> str:
+        """All that stands between this level and `wanted`, without a full stop."""
+        return "; ".join(text for name, text in self.steps().items() if name <= wanted)
 
 
 def level_of(
@@ -56,16 +90,18 @@ def level_of(
     """The level that chosen kernels keep on their device under the text of XLA_FLAGS.
 
     R3 is never returned: it is R2 with a fixed `seq_seed` on every request, which the kernels
-    cannot know. How many drafts are verified depends with `varlen` on the other sequences, and
-    under every rule but `coupled` so do the tokens. `table` is what a batch-invariant choice would
-    be made from.
+    cannot know (`Level.of_run`); nor is R4, which has nothing to hold for yet (`Level.steps`). How
+    many drafts are verified depends with `varlen` on the other sequences, and under every rule but
+    `coupled` so do the tokens. `table` is what a batch-invariant choice would be made from.
     """
     kind = ops.device.kind
     if kind in ("sm90", "sm100"):
         absent = [flag for flag, form in _GPU_FLAGS.items() if not re.search(form, xla_flags)]
         if absent:
             why = "XLA may choose another GPU algorithm in another process"
-            return Level("R0", why, f"R1 needs XLA_FLAGS with {' '.join(absent)}")
+            flags = f"{xla_flags} {' '.join(absent)}"
+            then = level_of(ops, xla_flags=flags, varlen=varlen, rule=rule, table=table)
+            return Level("R0", why, f"R1 needs XLA_FLAGS with {' '.join(absent)}", then=then)
         why = "the flags bind XLA to deterministic algorithms"
     elif kind == "cpu":
         why = "one compiled program and fixed shapes leave XLA on CPU one order of every sum"
@@ -85,8 +121,9 @@ def level_of(
             return Level("R2", why, needs, tokens=False)
         return Level("R2", why, "R3 needs a seq_seed per request")
     try:
-        select(ops.device, batch_invariant=True, table=table)
+        steady = select(ops.device, batch_invariant=True, table=table)
     except NoKernelError as error:
         absent = f"{error.what.rstrip('.')} ({error.why.rstrip('.')})"
         return Level("R1", why, f"R2 cannot be reached here: {absent}")
-    return Level("R1", why, "R2 needs DEEPINFER_BATCH_INVARIANT=1")
+    then = level_of(steady, xla_flags=xla_flags, varlen=varlen, rule=rule, table=table)
+    return Level("R1", why, "R2 needs DEEPINFER_BATCH_INVARIANT=1", then=then)

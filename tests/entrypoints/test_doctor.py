@@ -148,7 +148,10 @@ def test_a_level_out_of_reach_cannot_run_here(doctor):
     kind, why, do = err.splitlines()[-3:]
     assert kind == ("NoKernelError: Level R3 is asked for, and R1 is the highest within reach.")
     assert why.startswith("  R1 holds because ")
-    assert do == "  Ask for R1 at most; R2 needs DEEPINFER_BATCH_INVARIANT=1."
+    assert do == (
+        "  Ask for R1 at most; R2 needs DEEPINFER_BATCH_INVARIANT=1; R3 needs a seq_seed per "
+        "request."
+    )
 
 
 def test_batch_invariant_kernels_reach_the_level_that_promises_equal_bits(doctor, monkeypatch):
@@ -161,6 +164,23 @@ def test_batch_invariant_kernels_reach_the_level_that_promises_equal_bits(doctor
     code, _, err = doctor("--set", "engine.kernels.linear=xla")
     assert code == 3
     assert "No kernel of op linear fits cpu with batch invariance." in err
+    assert "xla: not batch invariant; batch invariant on cpu are: rowwise tiles, mhc row" in err
+
+
+@pytest.mark.parametrize("asked", ["R0", "R1", "R2", "R3", "R4"])
+@pytest.mark.parametrize("invariant", ["0", "1"])
+def test_what_is_missing_is_said_of_every_level(doctor, monkeypatch, asked, invariant):
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", invariant)
+    code, out, err = doctor("--level", asked)
+    reached = "R3" if invariant == "1" else "R1"
+    assert code == (0 if asked <= reached else 3)
+    assert "R4 needs a network that is split over devices" in " ".join(out.split())
+    if asked <= reached:
+        return
+    assert f"Level {asked} is asked for, and {reached} is the highest within reach." in err
+    named = [name for name in ("R2", "R3", "R4") if f"{name} needs " in err.splitlines()[-1]]
+    first = "R2" if invariant == "0" else "R3"
+    assert named == [name for name in ("R2", "R3", "R4") if first <= name <= asked]
 
 
 def test_a_level_out_of_reach_is_part_of_the_one_json_document(doctor):

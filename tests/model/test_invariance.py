@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from bitwise import assert_same_bits
+from jax.sharding import AxisType
 from short_llm import shorter_config, write_short_model
 
 from deepinfer_jax.assembly import assemble
@@ -26,8 +27,7 @@ class Cut:
     """Runs a prompt in chunks, with or without another sequence in front."""
 
     def __init__(self, network):
-        self.network = network.network
-        self._params = network.params
+        self.network, self.params = network.network, network.params
         self._run = trace_program(network.network, network.mesh)
         self._whole = replicated(network.mesh)
 
@@ -41,7 +41,7 @@ class Cut:
         rows = replace(rows, **{k: np.full_like(rows.ids, v) for k, v in columns.items()})
         # A cache that no step gave would be another kind of argument and compile once more.
         cache = jax.device_put(cache, self._whole)
-        out, logits = self._run(self._params, cache, rows, None, None)
+        out, logits = self._run(self.params, cache, rows, None, None)
         return np.asarray(logits)[count - len(parts[-1][0]) : count], out.cache
 
     def chunks(self, size, *, slot=1, company=0, cache=None, begin=0, **columns):
@@ -63,12 +63,20 @@ class Cut:
         return np.concatenate(logits), cache
 
 
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory):
-    folder = write_short_model(tmp_path_factory.mktemp("model") / "shorter", shorter_config())
+def cut_of(folder, **engine):
     config = ModelConfig.from_file(folder)
-    engine = EngineConfig(model=str(folder), arithmetic="f32", batch_invariant=True)
+    engine = EngineConfig(model=str(folder), batch_invariant=True, **engine)
     return Cut(assemble(folder, config, engine, np.arange(config.vocab_size, dtype=np.int32)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_short_model(tmp_path_factory.mktemp("model") / "shorter", shorter_config())
+
+
+@pytest.fixture(scope="module")
+def cut(folder):
+    return cut_of(folder, arithmetic="f32")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +120,29 @@ def test_other_sequences_other_pages_and_another_place_change_nothing(cut, cold)
 def test_a_token_by_itself_has_the_bits_of_a_prefill(cut, cold):
     whole, _ = cut.step(cut.fresh(), (IDS, 0, 1))
     assert_same_bits(whole, cold[0])
+
+
+def test_rounded_arithmetic_and_packed_weights_keep_a_sequence_apart_as_well(folder):
+    release = cut_of(folder, arithmetic="release", weights="packed")
+    expected = release.chunks(512)  # activations in bfloat16, caches of records
+    assert_same_sequence(release.chunks(200, slot=0, company=100), expected, slot=0)
+    assert_same_sequence(release.chunks(16), expected)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_every_device_of_a_mesh_computes_the_bits_of_one_device_alone(cut, devices):
+    """As long as a network is not split, this is all that layouts can be asked for."""
+    parts = (OTHER[:6], 0, 2), (IDS[:9], 0, 1)
+    logits, cache = cut.step(cut.fresh(), *parts)
+    expected = [logits, *jax.tree.leaves(cache)]
+    mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    given = jax.device_put((cut.params, cut.fresh(), pack_rows(parts, 16)), replicated(mesh))
+    out, logits = trace_program(cut.network, mesh)(*given, None, None)
+    made = [logits[len(parts[0][0]) :][: len(parts[1][0])], *jax.tree.leaves(out.cache)]
+    for a, b in zip(made, expected, strict=True):
+        assert len(a.addressable_shards) == devices
+        for shard in a.addressable_shards:
+            assert_same_bits(shard.data, b)
 
 
 def test_a_prefix_hit_gives_the_bits_of_a_cold_run(cut, cold):

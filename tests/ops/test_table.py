@@ -28,6 +28,7 @@ TABLE = {
     ),
     "thrice": (Kernel("thrice", "only", triple, batch_invariant=True),),
 }
+CHIP = {"twice": TABLE["twice"][:1]}
 
 
 def test_each_op_is_an_attribute_that_runs_its_kernel():
@@ -88,3 +89,35 @@ def test_the_engine_s_table_is_consistent_and_complete_on_cpu():
 def test_batch_invariance_is_refused_where_nothing_was_proven(kind):
     with pytest.raises(NoKernelError, match=f"No kernel of op rowwise fits {kind} with batch inv"):
         select(Device.described(kind), batch_invariant=True)
+
+
+PLAIN = [k for kernels in OPS.values() for k in kernels if not k.batch_invariant]
+
+
+@pytest.mark.parametrize("kernel", PLAIN, ids=lambda k: f"{k.op}.{k.name}")
+def test_a_kernel_without_the_claim_is_refused_with_the_table_of_those_that_have_it(kernel):
+    with pytest.raises(NoKernelError) as caught:
+        select(CPU, batch_invariant=True, overrides={kernel.op: kernel.name})
+    error = caught.value
+    assert error.what == f"No kernel of op {kernel.op} fits cpu with batch invariance."
+    refusal, _, listed = error.why.partition("; batch invariant on cpu are: ")
+    assert refusal == f"Refusals: {kernel.name}: not batch invariant"
+    assert listed == (
+        "rowwise tiles, mhc row_tiles, linear row_tiles, index_scores each_row, "
+        "topk xla or full_sort, sparse_mla each_row, experts row_tiles."
+    )
+    setting = f"engine.kernels.{kernel.op} or DEEPINFER_KERNEL_{kernel.op.upper()}"
+    instead = next(k.name for k in OPS[kernel.op] if k.batch_invariant)
+    assert error.do == f"Unset {setting}, or set it to {instead}."
+
+
+def test_the_table_says_where_a_device_has_no_such_kernel():
+    with pytest.raises(NoKernelError, match=r"topk xla or full_sort, sparse_mla none, exp"):
+        select(Device.described("sm90"), batch_invariant=True)
+
+
+def test_without_the_promise_and_of_unknown_names_the_table_is_not_listed():
+    for asked in ({"batch_invariant": True, "overrides": {"linear": "tiled"}}, {"table": CHIP}):
+        with pytest.raises(NoKernelError) as caught:
+            select(CPU, **asked)
+        assert "batch invariant on" not in caught.value.why

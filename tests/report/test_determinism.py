@@ -81,3 +81,42 @@ def test_nothing_is_promised_where_nothing_was_measured(kind):
 
 def test_a_gpu_without_the_flags_stays_below_even_with_invariant_kernels():
     assert level("sm90", table=STEADY, batch_invariant=True).name == "R0"
+
+
+def test_every_level_above_is_told_with_what_it_takes():
+    ops = select(Device.described("cpu"), table=STEADY)
+    found = level_of(ops, xla_flags="", varlen=True, rule="block", table=STEADY)
+    assert found.steps() == {
+        "R2": "R2 needs DEEPINFER_BATCH_INVARIANT=1",
+        "R3": "R3 needs DEEPINFER_ENABLE_MTP_VARLEN=0 or engine.verification=coupled, and a "
+        "seq_seed per request",
+        "R4": "R4 needs a network that is split over devices, and every program here runs whole on "
+        "one of them, however many there are",
+    }
+    assert found.missing("R1") == ""
+    assert found.missing("R3") == f"{found.steps()['R2']}; {found.steps()['R3']}"
+    assert found.missing("R4") == "; ".join(found.steps().values())
+
+
+@pytest.mark.parametrize(
+    ("found", "second"),
+    [
+        (level("sm90", table=STEADY), "R2 needs DEEPINFER_BATCH_INVARIANT=1"),
+        (level("sm90", table=STEADY, batch_invariant=True), "R2 needs R1"),
+        (level("sm90", table=LOOSE), "R2 cannot be reached here: No kernel of op same fits sm90"),
+        (level("tpu"), "R2 needs R1"),
+    ],
+)
+def test_a_level_is_told_beyond_one_that_is_missing(found, second):
+    steps = found.steps()
+    assert list(steps) == ["R1", "R2", "R3", "R4"]
+    assert steps["R2"].startswith(second)
+    seeds = "R3 needs a seq_seed per request"
+    known = found.then is not None and "cannot" not in second
+    assert steps["R3"] == (seeds if known else "R3 needs R2")
+
+
+def test_a_run_reaches_equal_tokens_only_with_fixed_seeds_on_kernels_that_keep_rows_apart():
+    steady, loose = level("cpu", table=STEADY, batch_invariant=True), level("cpu")
+    assert [steady.of_run(fixed_seeds=fixed) for fixed in (True, False)] == ["R3", "R2"]
+    assert [loose.of_run(fixed_seeds=fixed) for fixed in (True, False)] == ["R1", "R1"]
