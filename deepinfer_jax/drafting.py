@@ -43,18 +43,33 @@ def drafting_of(
             range, or verification that depends on the batch where determinism was asked for.
     """
     count = _count(asked, config, folder, assumed)
-    if asked.batch_invariant and asked.varlen and asked.rule != "coupled":
-        own = asked.rule == "original"
-        by, other = ("sampler", "stable") if own else ("verification", "coupled")
+    if asked.batch_invariant and asked.rule != "coupled":
+        _check_apart(asked, count)
+    if not count:
+        return Drafting()
+    return Drafting(count, _temperatures(asked.confidence_temperature, count))
+
+
+def _check_apart(asked: EngineConfig, count: int) -> None:
+    """Refuse what makes the number of verified drafts depend on the other sequences."""
+    own = asked.rule == "original"
+    by, other = ("sampler", "stable") if own else ("verification", "coupled")
+    if asked.varlen:
         raise ConfigError(
             f"engine.varlen is on with engine.{by}={asked.rule} and engine.batch_invariant.",
             "How many drafts are verified then depends on the other sequences, and with it the "
             f"random numbers that {asked.rule} uses.",
             f"Set DEEPINFER_ENABLE_MTP_VARLEN=0, or engine.{by}={other}.",
         )
-    if not count:
-        return Drafting()
-    return Drafting(count, _temperatures(asked.confidence_temperature, count))
+    if count and asked.pages is not None:
+        raise ConfigError(
+            f"engine.pages is {asked.pages} with {count} drafts, engine.{by}={asked.rule} and "
+            "engine.batch_invariant.",
+            "A sequence that waits for a page, or gives its pages up, has other drafts verified "
+            f"than by itself, and {asked.rule} then uses other random numbers.",
+            f"Leave engine.pages out, which gives every sequence its own, or set "
+            f"engine.{by}={other} or DEEPINFER_USE_NEXTN_DECODE=0.",
+        )
 
 
 def _count(asked: EngineConfig, config: ModelConfig, folder: Path | None, assumed: bool) -> int:

@@ -77,6 +77,14 @@ def test_no_drafts_can_be_asked_for(with_drafter):
             "numbers that original uses. Set DEEPINFER_ENABLE_MTP_VARLEN=0, or "
             "engine.sampler=stable.",
         ),
+        (
+            {"nextn": 3, "pages": 9, "verification": "block", "batch_invariant": True},
+            "engine.pages is 9 with 3 drafts, engine.verification=block and "
+            "engine.batch_invariant. A sequence that waits for a page, or gives its pages up, has "
+            "other drafts verified than by itself, and block then uses other random numbers. Leave "
+            "engine.pages out, which gives every sequence its own, or set "
+            "engine.verification=coupled or DEEPINFER_USE_NEXTN_DECODE=0.",
+        ),
     ],
 )
 def test_what_cannot_be_drafted_is_refused_by_name(with_drafter, asked, words):
@@ -93,6 +101,16 @@ def test_drafts_without_a_drafter_are_refused(without):
         "Drafts come from the mtp.* weights, which this one left out. "
         "Set it to 0, leave it out, or use a checkpoint with a drafter."
     )
+
+
+@pytest.mark.parametrize(
+    "changed", [{"nextn": 0}, {"pages": None}, {"verification": "coupled"}, {"batch_invariant": 0}]
+)
+def test_pages_that_may_run_out_are_refused_only_with_drafts_that_depend_on_them(
+    with_drafter, changed
+):
+    asked = {"nextn": 3, "pages": 9, "verification": "block", "batch_invariant": True} | changed
+    assert drafting_of(EngineConfig(**asked), CONFIG, with_drafter).count == asked["nextn"]
 
 
 def test_coupled_verification_may_vary_in_length_where_runs_are_to_repeat(with_drafter):

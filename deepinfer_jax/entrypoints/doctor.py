@@ -107,7 +107,13 @@ def _examine_device(report: dict[str, Any], engine: settings.EngineConfig, xla_f
         {"op": r.op, "kernel": r.kernel, "batch_invariant": r.batch_invariant, "why": r.why}
         for r in ops.rows()
     ]
-    level = level_of(ops, xla_flags=xla_flags, varlen=engine.varlen, rule=engine.rule)
+    level = level_of(
+        ops,
+        xla_flags=xla_flags,
+        varlen=engine.varlen,
+        few_pages=engine.pages is not None and engine.nextn != 0,
+        rule=engine.rule,
+    )
     report["level"] = {
         "name": level.name,
         "promise": level.promise,

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from deepinfer_jax.errors import NoKernelError
 from deepinfer_jax.ops.kernel import Kernel
@@ -84,6 +85,7 @@ def level_of(
     *,
     xla_flags: str,
     varlen: bool = False,
+    few_pages: bool = False,
     rule: str = "coupled",
     table: Mapping[str, Sequence[Kernel]] = OPS,
 ) -> Level:
@@ -91,16 +93,18 @@ def level_of(
 
     R3 is never returned: it is R2 with a fixed `seq_seed` on every request, which the kernels
     cannot know (`Level.of_run`); nor is R4, which has nothing to hold for yet (`Level.steps`). How
-    many drafts are verified depends with `varlen` on the other sequences, and under every rule but
-    `coupled` so do the tokens. `table` is what a batch-invariant choice would be made from.
+    many drafts are verified depends with `varlen` on the other sequences, and with `few_pages`,
+    where sequences may wait for pages; under every rule but `coupled` so do the tokens. `table` is
+    what a batch-invariant choice would be made from.
     """
     kind = ops.device.kind
+    drafted: Any = {"varlen": varlen, "few_pages": few_pages, "rule": rule}
     if kind in ("sm90", "sm100"):
         absent = [flag for flag, form in _GPU_FLAGS.items() if not re.search(form, xla_flags)]
         if absent:
             why = "XLA may choose another GPU algorithm in another process"
             flags = f"{xla_flags} {' '.join(absent)}"
-            then = level_of(ops, xla_flags=flags, varlen=varlen, rule=rule, table=table)
+            then = level_of(ops, xla_flags=flags, table=table, **drafted)
             return Level("R0", why, f"R1 needs XLA_FLAGS with {' '.join(absent)}", then=then)
         why = "the flags bind XLA to deterministic algorithms"
     elif kind == "cpu":
@@ -111,13 +115,12 @@ def level_of(
         )
     if ops.batch_invariant:
         why = "every chosen kernel keeps rows apart"
-        if varlen and rule != "coupled":
-            instead = (
-                "engine.sampler=stable" if rule == "original" else "engine.verification=coupled"
-            )
-            needs = (
-                f"R3 needs DEEPINFER_ENABLE_MTP_VARLEN=0 or {instead}, and a seq_seed per request"
-            )
+        causes = {"DEEPINFER_ENABLE_MTP_VARLEN=0": varlen, "engine.pages left out": few_pages}
+        without = " and ".join(text for text, present in causes.items() if present)
+        if without and rule != "coupled":
+            own = rule == "original"
+            instead = "engine.sampler=stable" if own else "engine.verification=coupled"
+            needs = f"R3 needs {without} or {instead}, and a seq_seed per request"
             return Level("R2", why, needs, tokens=False)
         return Level("R2", why, "R3 needs a seq_seed per request")
     try:
@@ -125,5 +128,5 @@ def level_of(
     except NoKernelError as error:
         absent = f"{error.what.rstrip('.')} ({error.why.rstrip('.')})"
         return Level("R1", why, f"R2 cannot be reached here: {absent}")
-    then = level_of(steady, xla_flags=xla_flags, varlen=varlen, rule=rule, table=table)
+    then = level_of(steady, xla_flags=xla_flags, table=table, **drafted)
     return Level("R1", why, "R2 needs DEEPINFER_BATCH_INVARIANT=1", then=then)

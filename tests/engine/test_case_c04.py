@@ -18,7 +18,7 @@ from draft_engine import (
     state_of,
     write_guessable_model,
 )
-from short_engine import drive
+from short_engine import drive, few_pages
 from short_llm import open_llm
 
 from deepinfer_jax import LLM
@@ -161,6 +161,22 @@ def test_rejection_of_all_drafts_is_the_same_alone_and_among_others(network):
         assert alone.output == together[i].output
         assert (alone.drafted, alone.accepted) == (together[i].drafted, together[i].accepted)
     assert 0 < engine.meter.accepted < engine.meter.drafted
+
+
+def test_a_want_of_pages_changes_what_rejection_writes_and_is_refused_therefore(
+    fast_compiles, folder, compiled
+):
+    llm = open_llm(folder, compiled, nextn=5, batch_invariant=True)
+    prompts = [[3 + (7 * i + 5 * j) % 250 for j in range(60)] for i in range(4)]
+    for rule in ("coupled", "rejection"):
+        engine, written = engine_with(llm, 5, rule=rule), []
+        for left in (None, 7):  # four sequences of three pages at their end
+            batch = sequences(llm, prompts, 200, 0.8)
+            drive(few_pages(engine, left) if left else engine, [(0, one) for one in batch])
+            written.append([one.output for one in batch])
+        assert (written[0] == written[1]) == (rule == "coupled")
+    with pytest.raises(ConfigError, match="engine.pages is 7 with 5 drafts, engine.verification="):
+        open_llm(folder, compiled, nextn=5, pages=7, verification="rejection", batch_invariant=True)
 
 
 def test_rejection_of_a_varying_number_of_drafts_is_refused_with_what_is_missing(

@@ -196,3 +196,16 @@ def test_an_unknown_level_is_bad_input(doctor):
     code, _, err = doctor("--level", "R9")
     assert code == 2
     assert "There is no determinism level 'R9'." in err
+
+
+@pytest.mark.parametrize(("drafts", "code"), [("0", 0), ("5", 3), (None, 3)])
+def test_pages_that_may_run_out_are_told_where_drafts_depend_on_them(
+    doctor, monkeypatch, drafts, code
+):
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "1")
+    if drafts is not None:
+        monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", drafts)
+    settings = "--set", "engine.pages=40", "--set", "engine.verification=block"
+    made, _, err = doctor("--level", "R3", *settings)
+    assert made == code
+    assert ("R3 needs engine.pages left out or engine.verification=coupled" in err) == (code == 3)

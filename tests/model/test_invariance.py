@@ -63,9 +63,9 @@ class Cut:
         return np.concatenate(logits), cache
 
 
-def cut_of(folder, **engine):
+def cut_of(folder, *, batch_invariant=True, **engine):
     config = ModelConfig.from_file(folder)
-    engine = EngineConfig(model=str(folder), batch_invariant=True, **engine)
+    engine = EngineConfig(model=str(folder), batch_invariant=batch_invariant, **engine)
     return Cut(assemble(folder, config, engine, np.arange(config.vocab_size, dtype=np.int32)))
 
 
@@ -127,6 +127,24 @@ def test_rounded_arithmetic_and_packed_weights_keep_a_sequence_apart_as_well(fol
     expected = release.chunks(512)  # activations in bfloat16, caches of records
     assert_same_sequence(release.chunks(200, slot=0, company=100), expected, slot=0)
     assert_same_sequence(release.chunks(16), expected)
+
+
+def test_without_the_promise_the_checks_above_find_other_bits(cut, folder):
+    """Case C01's control: the fast kernels' logits depend on how many rows a step has."""
+
+    def one_by_one_and_together(cut):
+        cache, logits = cut.fresh(), []
+        for i in range(12):
+            made, cache = cut.step(cache, (IDS[i : i + 1], i, 1))
+            logits.append(made)
+        return np.concatenate(logits), cut.step(cut.fresh(), (IDS[:12], 0, 1))[0]
+
+    alone, together = one_by_one_and_together(
+        cut_of(folder, arithmetic="f32", batch_invariant=False)
+    )
+    np.testing.assert_allclose(alone, together, rtol=1e-4, atol=1e-4)
+    assert not np.array_equal(alone, together)
+    assert_same_bits(*one_by_one_and_together(cut))
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

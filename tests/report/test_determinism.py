@@ -59,6 +59,21 @@ def test_lengths_that_follow_the_other_sequences_leave_equal_tokens_to_coupling(
         assert level_of(ops, **other, **given).reachable == "R3"
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+def test_pages_that_may_run_out_leave_equal_tokens_to_coupling_as_well(varlen):
+    ops = select(Device.described("cpu"), batch_invariant=True, table=STEADY)
+    given = {"xla_flags": "", "table": STEADY, "few_pages": True, "varlen": varlen}
+    assert level_of(ops, rule="coupled", **given).reachable == "R3"
+    found = level_of(ops, rule="rejection", **given)
+    both = "DEEPINFER_ENABLE_MTP_VARLEN=0 and " if varlen else ""
+    assert (found.name, found.reachable, found.next_needs) == (
+        "R2",
+        "R2",
+        f"R3 needs {both}engine.pages left out or engine.verification=coupled, and a seq_seed per "
+        "request",
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "name", "needed"),
     [
