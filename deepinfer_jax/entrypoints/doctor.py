@@ -18,7 +18,7 @@ from deepinfer_jax.errors import CheckpointError, ConfigError, NoKernelError
 from deepinfer_jax.model.arithmetic import arithmetic
 from deepinfer_jax.ops import table
 from deepinfer_jax.ops.device import Device, devices
-from deepinfer_jax.report.determinism import LEVELS, Level, level_of
+from deepinfer_jax.report.determinism import LEVELS, Level, engine_level
 from deepinfer_jax.report.versions import versions
 
 
@@ -107,13 +107,7 @@ def _examine_device(report: dict[str, Any], engine: settings.EngineConfig, xla_f
         {"op": r.op, "kernel": r.kernel, "batch_invariant": r.batch_invariant, "why": r.why}
         for r in ops.rows()
     ]
-    level = level_of(
-        ops,
-        xla_flags=xla_flags,
-        varlen=engine.varlen,
-        few_pages=engine.pages is not None and engine.nextn != 0,
-        rule=engine.rule,
-    )
+    level = engine_level(ops, engine, xla_flags=xla_flags)
     report["level"] = {
         "name": level.name,
         "promise": level.promise,

@@ -9,6 +9,7 @@ from typing import Any
 from deepinfer_jax.errors import NoKernelError
 from deepinfer_jax.ops.kernel import Kernel
 from deepinfer_jax.ops.table import OPS, Ops, select
+from deepinfer_jax.settings import EngineConfig
 
 LEVELS = {
     "R0": "no promise",
@@ -130,3 +131,14 @@ def level_of(
         return Level("R1", why, f"R2 cannot be reached here: {absent}")
     then = level_of(steady, xla_flags=xla_flags, table=table, **drafted)
     return Level("R1", why, "R2 needs DEEPINFER_BATCH_INVARIANT=1", then=then)
+
+
+def engine_level(ops: Ops, engine: EngineConfig, *, xla_flags: str) -> Level:
+    """`level_of` under an engine's settings; of drafts left to the checkpoint it expects some."""
+    return level_of(
+        ops,
+        xla_flags=xla_flags,
+        varlen=engine.varlen,
+        few_pages=engine.pages is not None and engine.nextn != 0,
+        rule=engine.rule,
+    )
