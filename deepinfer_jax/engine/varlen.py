@@ -23,7 +23,7 @@ from deepinfer_jax.sampling.lengths import best_total, budget, filled, survival
 
 _LAG = 2  # steps
 PROBE = 128  # steps after which drafts are proposed again
-_NEWS = 1 / 8  # what a new block counts for in the survivals of a sequence nothing is known of
+NEWS = 1 / 8  # what a new block counts for in the survivals of a sequence nothing is known of
 
 
 def decode_sizes(buckets: Sequence[Bucket], sequences: int) -> list[Bucket]:
@@ -50,31 +50,40 @@ class Lengths:
         self._proposed, self._decoded = 0, 1  # the last step that proposed; sequences of the last
         self._typical = np.ones(drafts, np.float32)
         self._kept = self._hoped = 1.0  # drafts of a step, and what was promised of them
+        # (step, survivals of new drafts, old ones kept, what was promised of them), not yet counted
+        self._news: deque[tuple[int, np.ndarray | None, float, float]] = deque()
         # Of each slot (step, sequence, survivals), the newest last.
         self._seen: list[deque[tuple[int, int, np.ndarray]]] = [deque() for _ in range(slots)]
 
     def restart(self) -> None:
         """Nobody runs any more, and steps are counted anew; what was learned stays."""
         self._proposed = 0
+        self._news.clear()
         for seen in self._seen:
             seen.clear()
 
     def read(self, plan: Plan, part: int, sequence: int, out: StepOutput) -> None:
         """Take in what a step that was read says of a part that drew: drafts kept and drafted."""
         seen, offered = self._seen[int(plan.slot[part])], int(out.offered[part])
+        hoped, sure = 0.0, None
         if offered and seen and seen[-1][:2] == (plan.step - 1, sequence):
-            self._kept += _NEWS * (float(out.accepted[part]) - self._kept)
-            self._hoped += _NEWS * (float(seen[-1][2][:offered].sum()) - self._hoped)
-        if not plan.proposes or out.ended[part]:
-            return
-        sure = survival(np.asarray(out.confidence[part]))
-        self._typical += _NEWS * (sure - self._typical)
-        seen.append((plan.step, sequence, sure))
-        while len(seen) > _LAG + 1:
-            seen.popleft()
+            hoped = float(seen[-1][2][:offered].sum())
+        if plan.proposes and not out.ended[part]:
+            sure = survival(np.asarray(out.confidence[part]))
+            seen.append((plan.step, sequence, sure))
+            while len(seen) > _LAG + 1:
+                seen.popleft()
+        self._news.append((plan.step, sure, float(out.accepted[part]), hoped))
 
     def launched(self, plan: Plan) -> None:
-        """Take in a step that was launched."""
+        """Take in a step that was launched, and what the next may know of those before it."""
+        while self._news and self._news[0][0] <= plan.step + 1 - _LAG:
+            _, sure, kept, hoped = self._news.popleft()
+            if hoped:
+                self._kept += NEWS * (kept - self._kept)
+                self._hoped += NEWS * (hoped - self._hoped)
+            if sure is not None:
+                self._typical += NEWS * (sure - self._typical)
         self._proposed = plan.step if plan.proposes else self._proposed
         self._decoded = int((~plan.prefill).sum()) or self._decoded
 
@@ -116,7 +125,7 @@ class Lengths:
         likely = np.where(known[:, None], values, self._typical) if len(slots) else self._typical
         likely = np.broadcast_to(likely * min(1.0, self._kept / self._hoped), (n, self._drafts))
         _, rate = best_total(likely, np.full(n, self._drafts), sizes, ms)
-        pays = rate >= n / plain[times.table.place(n)]
+        pays = rate >= float(n / plain[times.table.place(n)])
         proposes = pays or step - self._proposed >= PROBE
         if self._proposed != step - 1 or not len(slots):
             return DraftChoice(0, proposes)

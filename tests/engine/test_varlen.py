@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from engine_loop import limits
 
-from deepinfer_jax.engine import costs
+from deepinfer_jax.engine import costs, varlen
 from deepinfer_jax.engine.buckets import Draws, fit, pack, plan_buckets
 from deepinfer_jax.engine.costs import full_step, step_times
 from deepinfer_jax.engine.plan import DraftChoice, Running, View, Waiting
@@ -193,6 +193,23 @@ def test_drafts_that_keep_less_than_they_promise_are_proposed_no_more():
     for step in range(40, 80):
         note_each(lengths, step, 0.9, offered=3, kept=0)
     assert not chosen(lengths, 84).proposes
+
+
+def test_what_is_read_of_the_last_step_says_nothing_of_the_next(monkeypatch):
+    monkeypatch.setattr(varlen, "NEWS", 1.0)
+    said = []
+    for confidence, kept in ((0.0, 0), (0.9, 3)):
+        lengths = Lengths(SIZES.slots, SIZES.drafts, linear(10.0, 1.0, drafting=4.0))
+        for step in range(1, 8):
+            note_each(lengths, step, 0.8, offered=3, kept=2)
+            launched(lengths, step + 1)
+        # Plain mode: step 8 is read before step 9 is planned, which verifies what it drafted.
+        note_each(lengths, 8, confidence, offered=3, kept=kept)
+        asked = np.arange(2), np.array([10, 20]), np.full(2, 3)
+        said.append((lengths.choice(9, *asked), lengths.choice(9, *(x[:0] for x in asked))))
+        launched(lengths, 9)
+        said.append((lengths.choice(10, *asked), lengths.choice(10, *(x[:0] for x in asked))))
+    assert said[0] == said[2] and said[1] != said[3]
 
 
 def test_a_sequence_that_has_ended_says_nothing_of_drafts():
