@@ -103,8 +103,8 @@ class EngineConfig:
             tokens are those of decoding without drafts), or by token-wise "rejection" or "block"
             verification, which keep more and the distribution. The original sampler has a rule of
             its own.
-        varlen: how many drafts of a sequence are verified follows their confidence and what a
-            longer step costs; else all are.
+        varlen: how many drafts of a sequence are verified, and whether any are proposed, follows
+            their confidence and what a longer step costs; else all are.
         confidence_temperature: what the confidences of drafts are divided by before the sigmoid:
             one number, or one for each draft, with commas between them.
         cost_cache_dir: folder that keeps what steps of each size take, which varlen measures before

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description="Speed with drafts over speed without.")
     parser.add_argument("--sequences", default="1,16", help="numbers of them, with commas between")
     parser.add_argument("--nextn", type=int, default=5, help="drafts of a step")
-    parser.add_argument("--varlen", action="store_true", help="verify as many as pay")
+    parser.add_argument("--varlen", action="store_true", help="propose and verify as many as pay")
     parser.add_argument("--prompts", type=int, default=6, help="of each skill, at least")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--skills", default=",".join(SKILLS))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer_jax.engine.plan import Limits, Plan
-from deepinfer_jax.runner.layout import STOP_IDS, Bucket, Drafting, Flag, Part
+from deepinfer_jax.runner.layout import STOP_IDS, Bucket, DraftWord, Flag, Part
 
 _SMALLEST_PREFILL, _SMALL_STEP = 32, 128
 _FEW = 16
@@ -23,7 +23,8 @@ def plan_buckets(limits: Limits, keep: int = 0, *, varlen: bool = False) -> tupl
     Rows are 1, 4, 16, 32, 64, ... up to the slots, then powers of two from 32 (or the next beyond
     the slots) up to a whole step; of less than 128 rows there is the whole step alone.
 
-    With drafts there are also sizes that hold a few sequences with several rows each.
+    With drafts there are also sizes that hold a few sequences with several rows each. With lengths
+    that vary, steps of prompts come in a form without drafts too, since steps may propose none.
 
     Args:
         limits: sizes of the engine.
@@ -45,11 +46,11 @@ def plan_buckets(limits: Limits, keep: int = 0, *, varlen: bool = False) -> tupl
     if limits.drafts and varlen:
         widths |= {2, 1 + -(-limits.drafts // 2)}
     sizes |= {(width * n, n) for n in decode for width in widths if width * n <= limits.rows}
+    prompts = {(n, limits.slots) for n in rows if varlen and n > limits.slots}
     found = set()
     for n, parts in sizes:
         most = min(limits.drafts, n - parts)
-        # Where steps may propose nothing, those of prompts need not draw for drafts either.
-        for drafts in {most, 0} if varlen and n > limits.slots == parts else {most}:
+        for drafts in {most, 0} if (n, parts) in prompts else {most}:
             found.add(Bucket(n, n, parts, limits.updates, drafts))
             kept = parts * (1 + drafts) + keep
             if keep and kept < n:
@@ -139,8 +140,8 @@ def pack(
     floats[:p, 0], floats[:p, 1] = draws.temperature[slot], draws.top_p[slot]
     updates[: len(plan.updates)] = plan.updates
     if plan.budget is not None:
-        drafting[Drafting.VERIFIED] = plan.budget
-    drafting[Drafting.PROPOSES] = plan.proposes
+        drafting[DraftWord.VERIFIED] = plan.budget
+    drafting[DraftWord.PROPOSES] = plan.proposes
     for part in np.flatnonzero(plan.prefill):
         begin, start, count = offset[part], plan.start[part], plan.count[part]
         tokens = prompts[int(slot[part])]

@@ -1,7 +1,7 @@
 """What decode steps of each size take, measured on the engine's own programs."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from deepinfer_jax.engine.step_times import StepTimes
 from deepinfer_jax.engine.varlen import decode_sizes
 from deepinfer_jax.runner.cost_file import Identity, kept_or_measured
-from deepinfer_jax.runner.layout import Bucket, Drafting, Flag, Part
+from deepinfer_jax.runner.layout import Bucket, DraftWord, Flag, Part
 from deepinfer_jax.sampling.lengths import CostTable
 
 Run = Callable[[Bucket, np.ndarray, np.ndarray], Any]
@@ -24,7 +24,7 @@ def full_step(bucket: Bucket, *, proposes: bool = True) -> tuple[np.ndarray, np.
     """
     ints, floats = bucket.empty()
     _, parts, _, _, drafting = bucket.split(ints)
-    drafting[Drafting.PROPOSES] = proposes
+    drafting[DraftWord.PROPOSES] = proposes
     number = np.arange(bucket.parts)
     parts[:, Part.SLOT] = number
     parts[:, Part.COUNT] = bucket.rows // bucket.parts + (number < bucket.rows % bucket.parts)
@@ -49,24 +49,25 @@ def step_times(
         folder, identity, ttl_s: see `runner.cost_file.kept_or_measured`.
     """
 
-    def of(sequences: int) -> StepTimes:
+    def table(bucket_of: Mapping[int, Bucket], *, proposes: bool, sequences: int) -> CostTable:
+        def time_step(rows: int) -> float:
+            arrays = full_step(bucket_of[rows], proposes=proposes)
+            before = time.perf_counter()
+            run(bucket_of[rows], *arrays)
+            return 1e3 * (time.perf_counter() - before)
+
+        known = {**identity, "sequences": sequences, "proposes": proposes}
+        return kept_or_measured(bucket_of, time_step, folder=folder, identity=known, ttl_s=ttl_s)
+
+    found = {}
+    for sequences in sorted({b.parts for b in buckets}):
         sizes = {b.rows: b for b in decode_sizes(buckets, sequences)}
-
-        def timed(rows: Iterable[int], *, proposes: bool) -> CostTable:
-            def time_step(rows: int) -> float:
-                arrays = full_step(sizes[rows], proposes=proposes)
-                before = time.perf_counter()
-                run(sizes[rows], *arrays)
-                return 1e3 * (time.perf_counter() - before)
-
-            known = {**identity, "sequences": sequences, "proposes": proposes}
-            return kept_or_measured(rows, time_step, folder=folder, identity=known, ttl_s=ttl_s)
-
         least = min(sizes)
-        table, plain = timed(sizes, proposes=True), timed([least], proposes=False)
-        return StepTimes(table, max(0.0, float(table.ms[table.place(least)] - plain.ms[0])))
-
-    return {sequences: of(sequences) for sequences in sorted({b.parts for b in buckets})}
+        times = table(sizes, proposes=True, sequences=sequences)
+        plain = table({least: sizes[least]}, proposes=False, sequences=sequences)
+        drafting = float(times.ms[times.place(least)] - plain.ms[0])
+        found[sequences] = StepTimes(times, max(0.0, drafting))
+    return found
 
 
 def measured(buckets: Sequence[Bucket]) -> list[Bucket]:

@@ -32,7 +32,7 @@ from deepinfer_jax.engine.programs import LateCompile, Programs, Report, top_cou
 from deepinfer_jax.engine.roster import Roster
 from deepinfer_jax.engine.scores import scored_parts, take_scores
 from deepinfer_jax.engine.sequence import Sequence
-from deepinfer_jax.engine.tokens import DraftWatch, take_tokens, tell_drafts
+from deepinfer_jax.engine.tokens import DraftWatch, forced_tokens, take_tokens, tell_drafts
 from deepinfer_jax.engine.transfer import Transfer
 from deepinfer_jax.engine.varlen import Lengths
 from deepinfer_jax.errors import MemoryPlanError, RequestError
@@ -356,7 +356,7 @@ class Engine:
             rows = max(bucket.rows, self._wide)
             bucket = fit(self._buckets, rows, bucket.decoder_rows, bucket.parts, bucket.drafts)
             plan = replace(plan, bucket=bucket)
-        forced = self._forced(plan, drawing)
+        forced = forced_tokens(plan, drawing, roster.sequences)
         ints, floats = pack(plan, roster.draws, roster.prompts, forced, score_from)
         vocab, of = self._network.config.vocab_size, roster.sequences
         top = top_count(max((of[n].params.logprobs or 0 for _, n in drawing), default=0), vocab)
@@ -390,34 +390,23 @@ class Engine:
             self._meter.skipped_flops += int(skipped.sum()) * self._row_flops
         self._flights.append(_Flight(plan, drawing, scoring, out))
 
-    def _forced(self, plan: Plan, drawing: list[tuple[int, int]]) -> np.ndarray | None:
-        forced = None
-        for part, number in drawing:
-            sequence, slot = self._roster.sequences[number], plan.slot[part]
-            if sequence.params.golden_token_ids is not None:
-                # What is in flight has drawn already: the count comes from the plan.
-                index = int(plan.start[part] + plan.count[part]) - len(sequence.prompt)
-                if forced is None:
-                    forced = np.full(self._limits.slots, -1, np.int32)
-                forced[slot] = sequence.forced(index)
-        return forced
-
     def _collect(self) -> list[Sequence]:
         """Read the oldest step in flight; returns who got a token or ended."""
         flight = self._flights.popleft()
         before = time.perf_counter()
         out = jax.device_get(flight.out.result())
         now = time.perf_counter()
-        prefill, took = bool(flight.plan.prefill.any()), now - self._collected
-        self._meter.count(prefill, took, now - before)
+        took = now - self._collected
+        self._meter.count(bool(flight.plan.prefill.any()), took, now - before)
         if self._lengths is not None:
             self._lengths.observe(flight.plan, took)
         self._collected = now
         self._roster.pool.retire(flight.plan.step)
         self._retired = flight.plan.step
+        touched: list[Sequence] = []
         take_scores(flight.plan, flight.scoring, out.prompt, self._roster.sequences)
         raw, eos = self._options.logprobs == "raw", self._network.config.eos_token_id
-        touched, limit = list[Sequence](), self._limits.max_model_len
+        limit = self._limits.max_model_len
         for part, number in flight.drawing:
             if (sequence := self._roster.sequences.get(number)) is None:
                 continue  # it ended in the step before; what it drew here never was

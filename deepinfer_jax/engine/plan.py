@@ -251,7 +251,7 @@ class DraftChoice:
     proposes: bool = True
 
 
-Drafting = Callable[[np.ndarray, np.ndarray, bool], DraftChoice]
+ChooseDrafts = Callable[[np.ndarray, np.ndarray, bool], DraftChoice]
 """(slots that decode, drafts that each can have verified, prompts fill the step) -> the choice."""
 
 
@@ -280,7 +280,7 @@ class View:
     pending: int
     frees: Callable[[int], int]
     host_pages: int = 0
-    drafting: Drafting | None = None
+    drafting: ChooseDrafts | None = None
     aborted: frozenset[int] = frozenset()
 
 

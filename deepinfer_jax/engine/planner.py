@@ -34,7 +34,7 @@ import numpy as np
 
 from deepinfer_jax.engine.buckets import fit
 from deepinfer_jax.engine.plan import (
-    Drafting,
+    ChooseDrafts,
     Ended,
     Limits,
     Plan,
@@ -171,7 +171,7 @@ class _Draft:
         run.computed[slots] = end[slots]
         run.certain[slots] += 1
 
-    def save(self, slots: np.ndarray, drafting: Drafting, *, crowded: bool) -> None:
+    def save(self, slots: np.ndarray, drafting: ChooseDrafts, *, crowded: bool) -> None:
         """Let it decide how many of the drafts of `slots` int [n] are verified."""
         drafts = self.count[slots] - 1
         found = drafting(slots, drafts, crowded)

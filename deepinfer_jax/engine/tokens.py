@@ -1,10 +1,11 @@
-"""What a step drew, brought to its sequences."""
+"""What a step draws, or is told to write instead, brought to its sequences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from deepinfer_jax.engine.plan import Plan
 from deepinfer_jax.engine.sequence import Sequence, not_finite
 from deepinfer_jax.runner.step import StepOptions
 from deepinfer_jax.sampling.calibration import uncalibrated
@@ -12,6 +13,28 @@ from deepinfer_jax.sampling.verified import VerifiedBlock
 
 DraftWatch = Callable[[int, int, VerifiedBlock], None]
 """Called with the place of the prompt, the index of its sample, and a block of it."""
+
+
+def forced_tokens(
+    plan: Plan, drawing: Iterable[tuple[int, int]], sequences: Mapping[int, Sequence]
+) -> np.ndarray | None:
+    """What is written in place of draws, int32 [slots], -1 for nothing; None for no slot at all.
+
+    Args:
+        plan: of the step.
+        drawing: (part, number of its sequence) of those that draw.
+        sequences: by number.
+    """
+    forced = None
+    for part, number in drawing:
+        sequence, slot = sequences[number], plan.slot[part]
+        if sequence.params.golden_token_ids is not None:
+            # What is in flight has drawn already: the count comes from the plan.
+            index = int(plan.start[part] + plan.count[part]) - len(sequence.prompt)
+            if forced is None:
+                forced = np.full(len(plan.running.request), -1, np.int32)
+            forced[slot] = sequence.forced(index)
+    return forced
 
 
 def take_tokens(sequence: Sequence, out: Any, part: int, *, raw: bool, eos: int, limit: int) -> int:

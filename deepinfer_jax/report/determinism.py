@@ -55,10 +55,6 @@ class Level:
         """The highest level that requests can still bring about; R3 only takes their seeds."""
         return "R3" if self.name == "R2" and self.tokens else self.name
 
-    def of_run(self, *, fixed_seeds: bool) -> str:
-        """The level that a run reached: R3 takes a seed, or temperature 0, in every request."""
-        return self.reachable if fixed_seeds else self.name
-
     def steps(self) -> dict[str, str]:
         """Each level above this one with what it takes on top of the one below it, R4 included.
 
@@ -93,7 +89,7 @@ def level_of(
     """The level that chosen kernels keep on their device under the text of XLA_FLAGS.
 
     R3 is never returned: it is R2 with a fixed `seq_seed` on every request, which the kernels
-    cannot know (`Level.of_run`); nor is R4, which has nothing to hold for yet (`Level.steps`). How
+    cannot know; nor is R4, which has nothing to hold for yet (`Level.steps`). How
     many drafts are verified depends with `varlen` on the other sequences, and with `few_pages`,
     where sequences may wait for pages; under every rule but `coupled` so do the tokens. `table` is
     what a batch-invariant choice would be made from.

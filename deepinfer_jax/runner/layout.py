@@ -7,7 +7,7 @@ bucket of n rows, p parts and u page updates the int32 array is, in this order,
     parts    [p, len(Part)]      see `Part`
     stops    [p, STOP_IDS]       token ids that end a sequence, -1 where there is none
     updates  [u, 3]              new page-table entries: (slot, place in the table, page)
-    drafting [len(Drafting)]     see `Drafting`
+    drafting [len(DraftWord)]     see `DraftWord`
 
 and the float32 array [p, 2]: temperature and top_p of each part. No JAX here: the planner's half.
 """
@@ -52,8 +52,8 @@ class Part(IntEnum):
     NEXT = 14
 
 
-class Drafting(IntEnum):
-    """Columns of what a step does about drafts.
+class DraftWord(IntEnum):
+    """What a step does about drafts, a word each.
 
     VERIFIED: rows of drafts that it verifies, -1 for all that are offered. PROPOSES: 0 if it makes
     none for the next step; read by programs of varying lengths only.
@@ -89,7 +89,7 @@ class Bucket:
     @property
     def ints(self) -> int:
         """Length of the int32 array."""
-        return self.rows + self.parts * (len(Part) + STOP_IDS) + self.updates * 3 + len(Drafting)
+        return self.rows + self.parts * (len(Part) + STOP_IDS) + self.updates * 3 + len(DraftWord)
 
     @property
     def width(self) -> int:
@@ -112,8 +112,8 @@ class Bucket:
             flat[: self.rows],
             flat[slice(*parts)].reshape(self.parts, len(Part)),
             flat[slice(*stops)].reshape(self.parts, STOP_IDS),
-            flat[stops[1] : -len(Drafting)].reshape(self.updates, 3),
-            flat[-len(Drafting) :],
+            flat[stops[1] : -len(DraftWord)].reshape(self.updates, 3),
+            flat[-len(DraftWord) :],
         )
 
     def empty(self) -> tuple[np.ndarray, np.ndarray]:

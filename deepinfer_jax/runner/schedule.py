@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from deepinfer_jax.model.cache import Cache, Rows
 from deepinfer_jax.model.transformer import Kept
-from deepinfer_jax.runner.layout import Bucket, Drafting, Flag, Part
+from deepinfer_jax.runner.layout import Bucket, DraftWord, Flag, Part
 from deepinfer_jax.sampling.lengths import split, survival
 from deepinfer_jax.sampling.sampler import RowParams
 
@@ -183,7 +183,7 @@ def derive(
         if varlen:
             sure = survival(state.drafts.confidence[slot, : bucket.drafts])
             decodes = known & ~prompt
-            budget = drafting[Drafting.VERIFIED]
+            budget = drafting[DraftWord.VERIFIED]
             total = jnp.where(budget < 0, bucket.rows, budget)
             total += decodes.sum(dtype=jnp.int32)
             offered = jnp.where(decodes, jnp.where(alive, count - 1, 0), -1)
@@ -259,7 +259,7 @@ def derive(
         stops=stops,
         owner=owner,
         target=jnp.where(scored, following, -1),
-        proposes=drafting[Drafting.PROPOSES] > 0,
+        proposes=drafting[DraftWord.PROPOSES] > 0,
     )
 
 

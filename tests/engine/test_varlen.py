@@ -13,7 +13,7 @@ from deepinfer_jax.engine.planner import plan
 from deepinfer_jax.engine.step_times import StepTimes
 from deepinfer_jax.engine.varlen import PROBE, Lengths, decode_sizes
 from deepinfer_jax.errors import ConfigError
-from deepinfer_jax.runner.layout import Drafting, Part
+from deepinfer_jax.runner.layout import DraftWord, Part
 from deepinfer_jax.sampling.lengths import CostTable
 
 SIZES = limits(slots=4, rows=32, drafts=3, page=64, pages=40)
@@ -69,7 +69,7 @@ def test_a_plan_brings_all_drafts_unless_a_budget_says_otherwise():
     ints, _ = pack(made, Draws.greedy(SIZES.slots), {})
     assert made.bucket.split(ints)[1][:2, Part.COUNT].tolist() == [1, 1]
     drafting = made.bucket.split(ints)[4]
-    assert (drafting[Drafting.VERIFIED], drafting[Drafting.PROPOSES]) == (0, 0)
+    assert (drafting[DraftWord.VERIFIED], drafting[DraftWord.PROPOSES]) == (0, 0)
 
 
 def test_near_its_end_a_sequence_brings_fewer_drafts():
@@ -274,7 +274,7 @@ def test_times_are_measured_on_full_steps_of_every_size(tmp_path, monkeypatch):
         counts = bucket.split(ints)[1][:, Part.COUNT]
         ran.append((bucket.rows, int(counts.sum()), len(counts), int(counts.max())))
         clock.append(
-            clock[-1] + 0.001 * (bucket.rows + 4 * bucket.split(ints)[4][Drafting.PROPOSES])
+            clock[-1] + 0.001 * (bucket.rows + 4 * bucket.split(ints)[4][DraftWord.PROPOSES])
         )
 
     found = step_times(BUCKETS, run, folder=tmp_path, identity={"model": "m"}, ttl_s=60)

@@ -9,7 +9,7 @@ import pytest
 from golden_network import golden_network, load
 
 from deepinfer_jax.model.transformer import forward, unembed
-from deepinfer_jax.runner.layout import Bucket, Drafting, Flag, Part
+from deepinfer_jax.runner.layout import Bucket, DraftWord, Flag, Part
 from deepinfer_jax.runner.schedule import Drafts, StepInput, committed, derive, emit, with_pages
 from deepinfer_jax.runner.step import init_state
 
@@ -144,8 +144,8 @@ def verifying(bucket, budget=-1):
         {"slot": 0, "count": 2},
         {"slot": 1, "ids": [11, 12, 13], "start": 128},
     )
-    drafting = bucket.ints - len(Drafting)
-    return given.replace(ints=given.ints.at[drafting + Drafting.VERIFIED].set(budget))
+    drafting = bucket.ints - len(DraftWord)
+    return given.replace(ints=given.ints.at[drafting + DraftWord.VERIFIED].set(budget))
 
 
 def listed(made, count):
